@@ -1,0 +1,238 @@
+"""Who sends what to whom: for one target worker, which source worker it takes each part of its cache from.
+
+Only the target decides, and it decides from the two layouts alone, so every target worker can compute every other one's decision and the same
+inputs always give the same answer. Among source workers that own the same cells, targets are spread evenly; each byte travels once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import Union
+
+import numpy as np
+
+from kvferry.errors import IncompatibleError, PlanError
+from kvferry.layout.document import Group, Instance, Struct
+
+Segment = tuple[int, int]
+Cycle = tuple[int, int, int]
+WHOLE: Cycle = (0, 1, 1)
+"""The cycle of a worker that holds every token."""
+
+
+class Box(Struct):
+    """A set of cells: layers × parts × axis segments × the tokens that pass every cycle (rank, size, block).
+
+    `axes` lists every axis of the group; its order is the order of the axes in a dense chunk.
+    """
+
+    group: str
+    layers: tuple[int, ...]
+    parts: tuple[str, ...]
+    axes: dict[str, tuple[tuple[int, int], ...]]
+    cycles: tuple[tuple[int, int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Route:
+    """`box` comes from source worker `source`; `replicas` are all source workers that could have sent it."""
+
+    source: int
+    box: Box
+    replicas: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """What one worker owns of a (group, layer, part)."""
+
+    rank: int
+    segments: tuple[tuple[Segment, ...], ...]  # per axis of the group
+    cycle: Cycle
+
+    def covers(self, atom: Sequence[Segment]) -> bool:
+        return all(
+            any(start <= low and high <= stop for start, stop in owned)
+            for (low, high), owned in zip(atom, self.segments)
+        )
+
+
+def check_compatible(source: Instance, target: Instance) -> None:
+    """Raise IncompatibleError, naming the field and both values, unless the two instances cache the same thing."""
+    if source.model != target.model:
+        raise IncompatibleError(
+            "model", source.model, target.model, "both sides must serve the same model and revision"
+        )
+    ours, theirs = ({g.name: g for g in side.groups} for side in (source, target))
+    for name in [*ours, *(n for n in theirs if n not in ours)]:
+        one, other = ours.get(name), theirs.get(name)
+        if one is None or other is None:
+            present = one or other
+            if present is not None and not present.optional:
+                sides = ("present", "missing") if one else ("missing", "present")
+                raise IncompatibleError(f"groups.{name}", *sides, "mark the group optional if one side may lack it")
+            continue
+        _check_group(one, other)
+
+
+def _check_group(source: Group, target: Group) -> None:
+    def canonical(group: Group) -> dict[str, object]:
+        return {
+            "growth": group.growth,
+            "dtype": group.dtype,
+            "encoding": group.encoding,
+            "layers": sorted(group.layers),
+            "parts": sorted(group.parts),
+            "axes": dict(sorted(group.axes.items())),
+            "constants": dict(sorted(group.constants.items())),
+        }
+
+    ours, theirs = canonical(source), canonical(target)
+    for field, value in ours.items():
+        if value != theirs[field]:
+            raise IncompatibleError(
+                f"groups.{source.name}.{field}", value, theirs[field], "both sides must cache the same logical array"
+            )
+
+
+def shared_groups(source: Instance, target: Instance) -> list[Group]:
+    """Groups that both sides have, as the target describes them."""
+    names = {group.name for group in source.groups}
+    return [group for group in target.groups if group.name in names]
+
+
+def route(
+    source: Instance, target: Instance, target_rank: int, down: frozenset[int] = frozenset()
+) -> tuple[Route, ...]:
+    """Routes of everything that target worker `target_rank` holds; PlanError names the first cell that no source worker owns.
+
+    `down`: source ranks that must not be used; other replicas take over.
+    """
+    routes: list[Route] = []
+    for group in shared_groups(source, target):
+        sources, targets = owners(source, group), owners(target, group)
+        classes: dict[tuple[Owner, tuple[Owner, ...], tuple[Owner, ...]], dict[int, list[str]]] = {}
+        for layer, part in itertools.product(group.layers, group.parts):
+            holders = targets.get((layer, part), ())
+            mine = next((owner for owner in holders if owner.rank == target_rank), None)
+            if mine is not None:
+                key = (mine, sources.get((layer, part), ()), holders)
+                classes.setdefault(key, {}).setdefault(layer, []).append(part)
+        for (mine, senders, takers), layers in classes.items():
+            by_parts: dict[tuple[str, ...], list[int]] = defaultdict(list)
+            for layer, parts in layers.items():
+                by_parts[tuple(parts)].append(layer)
+            for parts_key, layer_list in by_parts.items():
+                routes += _route_class(group, tuple(layer_list), parts_key, mine, senders, takers, down)
+    return tuple(routes)
+
+
+def owners(instance: Instance, group: Group) -> dict[tuple[int, str], tuple[Owner, ...]]:
+    """Who owns each (layer, part) of `group`, by rank."""
+    found: dict[tuple[int, str], list[Owner]] = defaultdict(list)
+    for worker in sorted(instance.workers, key=lambda w: w.rank):
+        for pool in worker.pools:
+            if pool.group == group.name:
+                segments = tuple(pool.segments(axis, extent) for axis, extent in group.axes.items())
+                owner = Owner(worker.rank, segments, pool.cycle)
+                for buffer in pool.buffers:
+                    found[buffer.layer, buffer.part].append(owner)
+    return {key: tuple(value) for key, value in found.items()}
+
+
+def _route_class(
+    group: Group,
+    layers: tuple[int, ...],
+    parts: tuple[str, ...],
+    mine: Owner,
+    senders: tuple[Owner, ...],
+    takers: tuple[Owner, ...],
+    down: frozenset[int],
+) -> Iterator[Route]:
+    """Routes for layers × parts that the same workers own in the same way on both sides."""
+    usable = tuple(owner for owner in senders if owner.rank not in down)
+    borders = (*senders, *takers)
+    axes = list(group.axes)
+    chosen: dict[tuple[int, Cycle, tuple[int, ...]], list[tuple[Segment, ...]]] = defaultdict(list)
+    for atom in itertools.product(*(_atoms(mine, borders, i) for i in range(len(axes)))):
+        able = [owner for owner in usable if owner.covers(atom)]
+        wanting = [owner.rank for owner in takers if owner.covers(atom)]
+        for cycle, replicas in _by_cycle(able, mine.cycle):
+            if not replicas:
+                where = ", ".join(f"{axis} {low}" for axis, (low, _) in zip(axes, atom)) or "its only cell"
+                tokens = "" if cycle == WHOLE else f", tokens of cycle {list(cycle)}"
+                raise PlanError(
+                    f"group {group.name}, layer {layers[0]}, part {parts[0]}, {where}{tokens}: "
+                    f"target worker {mine.rank} wants it, no source worker that is up owns it"
+                )
+            # spread the workers that want this atom evenly over those that have it
+            rank = replicas[wanting.index(mine.rank) * len(replicas) // len(wanting)]
+            chosen[rank, cycle, tuple(replicas)].append(atom)
+    for (rank, cycle, ranks), atoms in chosen.items():
+        cycles = tuple(c for c in dict.fromkeys((cycle, mine.cycle)) if c[1] > 1)
+        for segments in _merge(atoms):
+            yield Route(rank, Box(group.name, layers, parts, dict(zip(axes, segments)), cycles), ranks)
+
+
+def _atoms(mine: Owner, everyone: Iterable[Owner], axis: int) -> list[Segment]:
+    """My segments of one axis, cut wherever anybody's ownership begins or ends; within an atom all indices have the same owners."""
+    cuts = sorted({edge for owner in everyone for segment in owner.segments[axis] for edge in segment})
+    atoms = []
+    for start, stop in mine.segments[axis]:
+        inner = [start, *(cut for cut in cuts if start < cut < stop), stop]
+        atoms += itertools.pairwise(inner)
+    return sorted(atoms)
+
+
+def _by_cycle(able: Sequence[Owner], wanted: Cycle) -> Iterator[tuple[Cycle, list[int]]]:
+    """Cut the wanted tokens by the source's cycles: each (cycle, ranks that own it). Ranks are empty for one that nobody owns.
+
+    Sources may be cut in several ways (all of the tokens here, every eighth there); the coarsest complete way is used.
+    """
+    by_family: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for owner in able:
+        rank, size, block = owner.cycle
+        by_family[(1, 1) if size == 1 else (size, block)][rank].append(owner.rank)
+    best: Union[list[tuple[Cycle, list[int]]], None] = None
+    for (size, block), ranks in sorted(by_family.items()):
+        cycles = [(r, size, block) for r in range(size) if _meets((r, size, block), wanted)]
+        parts = [(cycle, sorted(ranks.get(cycle[0], []))) for cycle in cycles]
+        if all(owners for _, owners in parts):
+            yield from parts
+            return
+        best = best or parts
+    yield from best or [(WHOLE, [])]
+
+
+def _meets(one: Cycle, other: Cycle) -> bool:
+    """Whether any token passes both cycles: two cycles repeat after the least common multiple of their periods."""
+    if one[1] == 1 or other[1] == 1:
+        return True
+    period = lcm(one[1] * one[2], other[1] * other[2])
+    tokens = np.arange(period)
+    return bool(np.any((tokens // one[2] % one[1] == one[0]) & (tokens // other[2] % other[1] == other[0])))
+
+
+def _merge(atoms: list[tuple[Segment, ...]]) -> Iterator[tuple[tuple[Segment, ...], ...]]:
+    """Join atoms into boxes: along one axis, atoms that agree on all others become one box with joined segments."""
+    if not atoms[0]:
+        yield ()
+        return
+    varying = [i for i in range(len(atoms[0])) if len({atom[i] for atom in atoms}) > 1]
+    along = varying[0] if varying else 0
+    rows: dict[tuple[Segment, ...], list[Segment]] = defaultdict(list)
+    for atom in atoms:
+        rows[atom[:along] + atom[along + 1 :]].append(atom[along])
+    for rest, segments in rows.items():
+        joined: list[Segment] = []
+        for start, stop in sorted(segments):
+            if joined and joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], stop)
+            else:
+                joined.append((start, stop))
+        others = [(segment,) for segment in rest]
+        yield (*others[:along], tuple(joined), *others[along:])
