@@ -1,14 +1,13 @@
 """Bind: a program and page tables → copies. Broadcasting only, no Python loop over pages, tokens or layers.
 
-Wanted tokens become runs; runs are cut at both sides' page borders, so each segment is affine on both sides; segments of equal length are one
-broadcast. Runs that are adjacent on both sides are merged before the buffers multiply them.
+Wanted tokens become runs; runs are cut at both sides' page borders, so each segment is affine on both sides; segments
+of equal length are one broadcast. Runs that are adjacent on both sides are merged before the buffers multiply them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Union
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +40,9 @@ class Copies:
 
 @dataclass(frozen=True)
 class Segments:
-    """Tokens cut so that each segment is affine on both sides: in-region offsets of its first token and its token count."""
+    """Tokens cut so that each segment is affine on both sides: in-region offsets of its first token and its token
+    count.
+    """
 
     source: U64
     target: U64
@@ -94,10 +95,10 @@ def _cut(starts: Index, lengths: Index, phase: Index, unit: int) -> tuple[Index,
     return starts[run] + begin, end - begin
 
 
-def bind_tokens(
-    program: Program, tokens: tuple[int, int], source: Union[Pages, None], target: Union[Pages, None]
-) -> Segments:
-    """Cut the box's tokens at both sides' borders and find them in the page tables; PlanError for a page that isn't there."""
+def bind_tokens(program: Program, tokens: tuple[int, int], source: Pages | None, target: Pages | None) -> Segments:
+    """Cut the box's tokens at both sides' borders and find them in the page tables; PlanError for a page that isn't
+    there.
+    """
     starts, lengths = token_runs(tokens, program.source.box.cycles)
     for place, pages in ((program.source, source), (program.target, target)):
         if isinstance(place, PoolPlace):
@@ -108,7 +109,7 @@ def bind_tokens(
     )
 
 
-def _local(place: PoolPlace, pages: Union[Pages, None], starts: Index, lengths: Index) -> Index:
+def _local(place: PoolPlace, pages: Pages | None, starts: Index, lengths: Index) -> Index:
     """Position of each run in the worker's page table, in tokens, checked to lie inside it."""
     where = f"group {place.group.name}, worker {place.rank}, table {place.pool.table_name}"
     if pages is None:
@@ -120,13 +121,13 @@ def _local(place: PoolPlace, pages: Union[Pages, None], starts: Index, lengths: 
     if outside.any():
         token = int(starts[np.flatnonzero(outside)[0]])
         raise PlanError(
-            f"{where}: tokens from {token} on are wanted, its {len(pages.numbers)} pages of {place.pool.page_tokens} tokens"
-            f" from token {pages.start} don't hold them"
+            f"{where}: tokens from {token} on are wanted, but its {len(pages.numbers)} pages of "
+            f"{place.pool.page_tokens} tokens from token {pages.start} on don't hold them"
         )
     return local
 
 
-def _locate(place: Union[PoolPlace, DensePlace], pages: Union[Pages, None], starts: Index, lengths: Index) -> U64:
+def _locate(place: PoolPlace | DensePlace, pages: Pages | None, starts: Index, lengths: Index) -> U64:
     """Offset of each run's first token from the buffer's start."""
     if isinstance(place, DensePlace):
         before = np.cumsum(lengths) - lengths

@@ -1,12 +1,12 @@
 """Chunks: how cells travel. A chunk is a layout of its own, in canonical dense order [layer][part][token][axes…].
 
-The source gathers its pages into it and the target scatters it into other pages; each side needs its own layout and the chunk, never the other's.
+The source gathers its pages into it and the target scatters it into other pages; each side needs its own layout and
+the chunk, never the other's.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,13 +15,13 @@ from kvferry.errors import PlanError
 from kvferry.layout.address import U64, Addresses, join
 from kvferry.layout.document import Group, Struct, Worker
 from kvferry.layout.request import Side
-from kvferry.plan.bind import bind_tokens, expand, page_array, token_runs
+from kvferry.plan.bind import Index, bind_tokens, expand, page_array, token_runs
 from kvferry.plan.program import DensePlace, Program, cell_bytes, compile_program, pool_places
 from kvferry.plan.prove import prove_bounds
 from kvferry.plan.route import Box
 
 
-class Chunk(Struct):
+class Chunk(Struct, frozen=True):
     """`box`'s cells of tokens [start, stop); a state group has tokens (0, 1)."""
 
     box: Box
@@ -30,7 +30,9 @@ class Chunk(Struct):
 
 @dataclass(frozen=True)
 class DenseCopies:
-    """Run i lies at `addresses[i]` in the pages and at `dense_offsets[i]` in the chunk, `lengths[i]` bytes; together they are the chunk."""
+    """Run i lies at `addresses[i]` in the pages and at `dense_offsets[i]` in the chunk, `lengths[i]` bytes; together
+    they are the chunk.
+    """
 
     addresses: Addresses
     dense_offsets: U64
@@ -50,7 +52,8 @@ def _tokens_in(chunk: Chunk) -> int:
 
 
 def split(group: Group, box: Box, tokens: tuple[int, int], limit_bytes: int) -> list[Chunk]:
-    """Cut into chunks of at most `limit_bytes`: whole layers where one fits, else pieces of one layer. Chunks without bytes are left out.
+    """Cut into chunks of at most `limit_bytes`: whole layers where one fits, else pieces of one layer. Chunks without
+    bytes are left out.
 
     PlanError if one token of one part doesn't fit.
     """
@@ -59,7 +62,8 @@ def split(group: Group, box: Box, tokens: tuple[int, int], limit_bytes: int) -> 
         return []
     if cell > limit_bytes:
         raise PlanError(
-            f"group {group.name}: one token of one part has {cell} bytes, a staging slot {limit_bytes}; use larger slots"
+            f"group {group.name}: one token of one part has {cell} bytes, a staging slot {limit_bytes}; "
+            "use larger slots"
         )
     chunks = []
     for parts in [box.parts] if cell * len(box.parts) <= limit_bytes else [(part,) for part in box.parts]:
@@ -74,9 +78,8 @@ def split(group: Group, box: Box, tokens: tuple[int, int], limit_bytes: int) -> 
     return chunks
 
 
-def _token_ranges(starts: Sequence[int], lengths: Sequence[int], step: int) -> list[tuple[int, int]]:
+def _token_ranges(starts: Index, lengths: Index, step: int) -> list[tuple[int, int]]:
     """Cut runs into consecutive global ranges that hold at most `step` of their tokens each, about equally many."""
-    starts, lengths = np.asarray(starts), np.asarray(lengths)
     total = int(lengths.sum())
     if not total:
         return []

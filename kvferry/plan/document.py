@@ -1,4 +1,6 @@
-"""The kvferry-plan/1 document: every copy of one request, with its proof. For people, tests and tools; live transfers use chunks."""
+"""The kvferry-plan/1 document: every copy of one request, with its proof. For people, tests and tools; live transfers
+use chunks.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from kvferry.plan.prove import prove_bounds, prove_cells, prove_disjoint
 from kvferry.plan.route import Box, check_compatible, route, shared_groups
 
 
-class TransferCopies(Struct):
+class TransferCopies(Struct, frozen=True):
     """Copies from worker `source` to worker `target`; the three lists have the same length."""
 
     source: int
@@ -28,7 +30,7 @@ class TransferCopies(Struct):
     bytes: list[int]
 
 
-class Proof(Struct):
+class Proof(Struct, frozen=True):
     bytes: int
     copies: int
     in_bounds: bool
@@ -36,7 +38,7 @@ class Proof(Struct):
     complete: bool
 
 
-class PlanDocument(Struct):
+class PlanDocument(Struct, frozen=True):
     format: Literal["kvferry-plan/1"]
     transfers: list[TransferCopies]
     proof: Proof
@@ -45,8 +47,8 @@ class PlanDocument(Struct):
 def make_plan(source: Instance, target: Instance, request: Request) -> PlanDocument:
     """Plan one request between two checked instances.
 
-    IncompatibleError where the instances differ; PlanError (or ProofError) where the request can't be served with every wanted byte
-    written exactly once.
+    IncompatibleError where the instances differ; PlanError (or ProofError) where the request can't be served with
+    every wanted byte written exactly once.
     """
     copies = plan_copies(source, target, request)
     transfers = [

@@ -1,9 +1,10 @@
 """Compile: how the cells of a box lie on two sides, as a short list of strides that knows nothing of pages or tokens.
 
-A *place* says where a side keeps a box: `PoolPlace` for a worker's pages, `DensePlace` for a chunk in canonical dense order. Any two places make a
-program, so a direct copy, a gather and a scatter are one algorithm. Within a place the offset of a cell is a sum of one term per axis,
-so each axis is compiled alone: the two sides' offsets of its indices, side by side, are folded into (extent, source stride, target stride)
-modes that hold on both. Where no fold exists (2×3 against 3×2) the indices stay enumerated: slower, never wrong.
+A *place* says where a side keeps a box: `PoolPlace` for a worker's pages, `DensePlace` for a chunk in canonical dense
+order. Any two places make a program, so a direct copy, a gather and a scatter are one algorithm. Within a place the
+offset of a cell is a sum of one term per axis, so each axis is compiled alone: the two sides' offsets of its indices,
+side by side, are folded into (extent, source stride, target stride) modes that hold on both. Where no fold exists (2×3
+against 3×2) the indices stay enumerated: slower, never wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ Fold = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class TokenSteps:
-    """Offsets of the token slots of a page: `offsets[slot]`; every `unit` slots from a multiple of `unit` lie `stride` bytes apart."""
+    """Offsets of the token slots of a page: `offsets[slot]`; every `unit` slots from a multiple of `unit` lie `stride`
+    bytes apart.
+    """
 
     offsets: U64
     unit: int
@@ -54,7 +57,8 @@ class PoolPlace:
             return _pool_axis(self.pool.modes, axis, owned, self.box.axes[axis])
         except LookupError as missing:
             raise PlanError(
-                f"group {self.group.name}, layer {self.box.layers[0]}, {axis} {missing}: worker {self.rank} doesn't own it"
+                f"group {self.group.name}, layer {self.box.layers[0]}, {axis} {missing}: "
+                f"worker {self.rank} doesn't own it"
             ) from None
 
     @property
@@ -100,7 +104,9 @@ def cell_bytes(group: Group, box: Box) -> int:
 
 
 def pool_places(worker: Worker, group: Group, box: Box) -> list[tuple[PoolPlace, tuple[tuple[int, str], ...]]]:
-    """The pools of `worker` that hold the box, each with its (layer, part) keys; PlanError if it doesn't hold all of it."""
+    """The pools of `worker` that hold the box, each with its (layer, part) keys; PlanError if it doesn't hold all of
+    it.
+    """
     if set(box.axes) != set(group.axes):
         raise PlanError(f"group {group.name}: the box names axes {list(box.axes)}, the group has {list(group.axes)}")
     wanted = list(itertools.product(box.layers, box.parts))
@@ -122,8 +128,8 @@ def pool_places(worker: Worker, group: Group, box: Box) -> list[tuple[PoolPlace,
             group=group,
             pool=pool,
             box=box,
-            bases=Addresses([r.base.plus(b.offset_bytes) for r, b in zip(regions, buffers)]),
-            rooms=tuple(r.bytes - b.offset_bytes for r, b in zip(regions, buffers)),
+            bases=Addresses([r.base.plus(b.offset_bytes) for r, b in zip(regions, buffers, strict=True)]),
+            rooms=tuple(r.bytes - b.offset_bytes for r, b in zip(regions, buffers, strict=True)),
             pages=min(b.pages for b in buffers),
             one_region=len({b.region for b in buffers}) == 1,
         )
@@ -147,7 +153,9 @@ def restrict(place: PoolPlace, keys: Sequence[tuple[int, str]], wanted: Sequence
 
 @dataclass(frozen=True)
 class Piece:
-    """Runs of equal shape. Copy (i, j, …) goes from `source_bases[i] + source_starts[j] + Σ index·stride` to the same on the target."""
+    """Runs of equal shape. Copy (i, j, …) goes from `source_bases[i] + source_starts[j] + Σ index·stride` to the same
+    on the target.
+    """
 
     source_bases: Addresses
     target_bases: Addresses
@@ -184,7 +192,9 @@ def compile_program(source: Place, target: Place) -> Program:
 
 
 def _fold_buffers(source: Place, target: Place) -> list[tuple[Addresses, Addresses, tuple[Fold, ...]]]:
-    """Fold the (layer, part) buffers too: in one tensor for all layers they are a stride like any other, and pages may merge across them."""
+    """Fold the (layer, part) buffers too: in one tensor for all layers they are a stride like any other, and pages may
+    merge across them.
+    """
     s, t = source.bases, target.bases
     same = all(not isinstance(place, PoolPlace) or place.one_region for place in (source, target))
     if not same or len(s) == 1:
@@ -192,7 +202,7 @@ def _fold_buffers(source: Place, target: Place) -> list[tuple[Addresses, Address
     order = np.argsort(s.u64, kind="stable")
     s, t = s.take(order), t.take(order)
     ends = (Address(int(s.u64[0])), Address(int(t.u64.min())))
-    relative = [a.offsets_in(end, (1 << 64) - 1 - end.value, 0, "buffers") for a, end in zip((s, t), ends)]
+    relative = [a.offsets_in(end, (1 << 64) - 1 - end.value, 0, "buffers") for a, end in zip((s, t), ends, strict=True)]
     parts = fold_axis(relative[0].tobytes(), relative[1].tobytes())
     return [(Addresses([ends[0]]).plus(p.source), Addresses([ends[1]]).plus(p.target), p.folds) for p in parts]
 
@@ -208,7 +218,9 @@ class AxisPart:
 
 @lru_cache(maxsize=4096)
 def fold_axis(source: bytes, target: bytes) -> tuple[AxisPart, ...]:
-    """Fold two equally long uint64 offset lists (raw bytes, so that they can be a cache key) into parts, largest common strides first."""
+    """Fold two equally long uint64 offset lists (raw bytes, so that they can be a cache key) into parts, largest
+    common strides first.
+    """
     return tuple(_fold(np.frombuffer(source, np.uint64), np.frombuffer(target, np.uint64)))
 
 
@@ -238,7 +250,7 @@ def _fold(s: U64, t: U64) -> list[AxisPart]:
 def _affine_runs(s: U64, t: U64) -> list[tuple[int, int]]:
     """Greedy maximal runs (start, length) in which both sides rise by a constant step."""
     rising = ((s[1:] > s[:-1]) & (t[1:] > t[:-1])).tolist()
-    steps = list(zip((s[1:] - s[:-1]).tolist(), (t[1:] - t[:-1]).tolist()))
+    steps = list(zip((s[1:] - s[:-1]).tolist(), (t[1:] - t[:-1]).tolist(), strict=True))
     runs, start, count = [], 0, len(s)
     while start < count:
         end = start + 1

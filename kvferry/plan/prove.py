@@ -1,7 +1,7 @@
 """Proof: what must hold before a byte moves, shown on the symbolic program and on the bound copies.
 
-The checks share no arithmetic with compile and bind: they recompute offsets from the layout's definition, one axis at a time (an offset is a sum
-of one term per axis, so axes can be checked alone), and count.
+Bounds are exact integers against the room that is left; cells are compared with each axis's enumerated offsets, not
+with the folds that compile made of them; completeness is a count against what the layout says the target owns.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from kvferry.plan.program import Place, PoolPlace, Program
 
 
 def prove_bounds(program: Program, segments: Segments) -> None:
-    """Every byte that the bound program touches lies inside its region: largest offset plus run against the room that is left (exact integers)."""
+    """Every byte that the bound program touches lies inside its region: largest offset plus run against the room that
+    is left (exact integers).
+    """
     if not len(segments.tokens):
         return
     for side, place in enumerate((program.source, program.target)):
@@ -27,8 +29,8 @@ def prove_bounds(program: Program, segments: Segments) -> None:
         if reach > min(place.rooms):
             buffer = int(np.argmin(place.rooms))
             raise ProofError(
-                f"group {place.group.name}, worker {place.rank}, buffer {buffer} of the box: a copy reaches byte {reach}, "
-                f"its region ends after {min(place.rooms)}"
+                f"group {place.group.name}, worker {place.rank}, buffer {buffer} of the box: a copy reaches "
+                f"byte {reach}, its region ends after {min(place.rooms)}"
             )
 
 
@@ -38,7 +40,9 @@ def _cell_reach(place: PoolPlace) -> int:
 
 
 def prove_disjoint(target: Addresses, lengths: U64, what: str) -> None:
-    """No byte is written twice: sorted by address, no range begins before its predecessor has ended. Never adds to an address."""
+    """No byte is written twice: sorted by address, no range begins before its predecessor has ended. Never adds to an
+    address.
+    """
     if len(lengths) < 2:
         return
     order = np.argsort(target.u64, kind="stable")
@@ -51,10 +55,12 @@ def prove_disjoint(target: Addresses, lengths: U64, what: str) -> None:
 
 
 def prove_cells(program: Program) -> None:
-    """The program pairs each wanted cell of the box with itself, once: along every axis, and over the (layer, part) buffers.
+    """The program pairs each wanted cell of the box with itself, once: along every axis, and over the (layer, part)
+    buffers.
 
-    An offset is a sum of one term per axis, so it is enough that the pieces' corner offsets and folds, expanded, are exactly the sums that the
-    layout's definition gives. Checked on the multiset of (source, target) offset pairs, for one token.
+    An offset is a sum of one term per axis, so it is enough that the pieces' corner offsets and folds, expanded, are
+    exactly the sums that the layout's definition gives. Checked on the multiset of (source, target) offset pairs, for
+    one token.
     """
     got = []
     for piece in program.pieces:
@@ -72,14 +78,19 @@ def prove_cells(program: Program) -> None:
     want = [_cell_addresses(place) for place in (program.source, program.target)]
     have = [np.concatenate([np.empty(0, np.uint64), *(pair[i] for pair in got)]) for i in range(2)]
     orders = [np.lexsort((b, a)) for a, b in (want, have)]
-    if len(want[0]) != len(have[0]) or any((w[orders[0]] != h[orders[1]]).any() for w, h in zip(want, have)):
+    if len(want[0]) != len(have[0]) or any(
+        (w[orders[0]] != h[orders[1]]).any() for w, h in zip(want, have, strict=True)
+    ):
         raise ProofError(
-            f"group {program.source.group.name}, layers {list(program.source.box.layers)}: the program doesn't pair each cell with itself once"
+            f"group {program.source.group.name}, layers {list(program.source.box.layers)}: "
+            "the program doesn't pair each cell with itself once"
         )
 
 
 def _cell_addresses(place: Place) -> U64:
-    """Addresses of every element of one token of the box, slot offset left out, in logical order: from the layout's definition."""
+    """Addresses of every element of one token of the box, slot offset left out, in logical order: from the layout's
+    definition.
+    """
     offsets = np.zeros(1, np.uint64)
     for axis in place.box.axes:
         offsets = (offsets[:, None] + place.axis_offsets(axis)).ravel()

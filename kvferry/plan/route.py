@@ -1,7 +1,8 @@
 """Who sends what to whom: for one target worker, which source worker it takes each part of its cache from.
 
-Only the target decides, and it decides from the two layouts alone, so every target worker can compute every other one's decision and the same
-inputs always give the same answer. Among source workers that own the same cells, targets are spread evenly; each byte travels once.
+Only the target decides, and it decides from the two layouts alone, so every target worker can compute every other
+one's decision and the same inputs always give the same answer. Among source workers that own the same cells, targets
+are spread evenly; each byte travels once.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Union
 
 import numpy as np
 
@@ -24,7 +24,7 @@ WHOLE: Cycle = (0, 1, 1)
 """The cycle of a worker that holds every token."""
 
 
-class Box(Struct):
+class Box(Struct, frozen=True):
     """A set of cells: layers × parts × axis segments × the tokens that pass every cycle (rank, size, block).
 
     `axes` lists every axis of the group; its order is the order of the axes in a dense chunk.
@@ -57,7 +57,7 @@ class Owner:
     def covers(self, atom: Sequence[Segment]) -> bool:
         return all(
             any(start <= low and high <= stop for start, stop in owned)
-            for (low, high), owned in zip(atom, self.segments)
+            for (low, high), owned in zip(atom, self.segments, strict=True)
         )
 
 
@@ -108,7 +108,8 @@ def shared_groups(source: Instance, target: Instance) -> list[Group]:
 def route(
     source: Instance, target: Instance, target_rank: int, down: frozenset[int] = frozenset()
 ) -> tuple[Route, ...]:
-    """Routes of everything that target worker `target_rank` holds; PlanError names the first cell that no source worker owns.
+    """Routes of everything that target worker `target_rank` holds; PlanError names the first cell that no source
+    worker owns.
 
     `down`: source ranks that must not be used; other replicas take over.
     """
@@ -163,7 +164,7 @@ def _route_class(
         wanting = [owner.rank for owner in takers if owner.covers(atom)]
         for cycle, replicas in _by_cycle(able, mine.cycle):
             if not replicas:
-                where = ", ".join(f"{axis} {low}" for axis, (low, _) in zip(axes, atom)) or "its only cell"
+                where = ", ".join(f"{axis} {low}" for axis, (low, _) in zip(axes, atom, strict=True)) or "its only cell"
                 tokens = "" if cycle == WHOLE else f", tokens of cycle {list(cycle)}"
                 raise PlanError(
                     f"group {group.name}, layer {layers[0]}, part {parts[0]}, {where}{tokens}: "
@@ -175,13 +176,15 @@ def _route_class(
     for (rank, cycle, ranks), atoms in chosen.items():
         cycles = tuple(c for c in dict.fromkeys((cycle, mine.cycle)) if c[1] > 1)
         for segments in _merge(atoms):
-            yield Route(rank, Box(group.name, layers, parts, dict(zip(axes, segments)), cycles), ranks)
+            yield Route(rank, Box(group.name, layers, parts, dict(zip(axes, segments, strict=True)), cycles), ranks)
 
 
 def _atoms(mine: Owner, everyone: Iterable[Owner], axis: int) -> list[Segment]:
-    """My segments of one axis, cut wherever anybody's ownership begins or ends; within an atom all indices have the same owners."""
+    """My segments of one axis, cut wherever anybody's ownership begins or ends; within an atom all indices have the
+    same owners.
+    """
     cuts = sorted({edge for owner in everyone for segment in owner.segments[axis] for edge in segment})
-    atoms = []
+    atoms: list[Segment] = []
     for start, stop in mine.segments[axis]:
         inner = [start, *(cut for cut in cuts if start < cut < stop), stop]
         atoms += itertools.pairwise(inner)
@@ -189,7 +192,8 @@ def _atoms(mine: Owner, everyone: Iterable[Owner], axis: int) -> list[Segment]:
 
 
 def _by_cycle(able: Sequence[Owner], wanted: Cycle) -> Iterator[tuple[Cycle, list[int]]]:
-    """Cut the wanted tokens by the source's cycles: each (cycle, ranks that own it). Ranks are empty for one that nobody owns.
+    """Cut the wanted tokens by the source's cycles: each (cycle, ranks that own it). Ranks are empty for one that
+    nobody owns.
 
     Sources may be cut in several ways (all of the tokens here, every eighth there); the coarsest complete way is used.
     """
@@ -197,7 +201,7 @@ def _by_cycle(able: Sequence[Owner], wanted: Cycle) -> Iterator[tuple[Cycle, lis
     for owner in able:
         rank, size, block = owner.cycle
         by_family[(1, 1) if size == 1 else (size, block)][rank].append(owner.rank)
-    best: Union[list[tuple[Cycle, list[int]]], None] = None
+    best: list[tuple[Cycle, list[int]]] | None = None
     for (size, block), ranks in sorted(by_family.items()):
         cycles = [(r, size, block) for r in range(size) if _meets((r, size, block), wanted)]
         parts = [(cycle, sorted(ranks.get(cycle[0], []))) for cycle in cycles]
