@@ -17,19 +17,20 @@ if TYPE_CHECKING:
     from kvferry.layout.request import Request, Side, Table, Wanted
     from kvferry.layout.validate import parse_instance, parse_request
     from kvferry.plan.document import make_plan
-    from kvferry.session import Endpoint, RegistryServer
+    from kvferry.session.endpoint import Endpoint
+    from kvferry.session.registry import RegistryServer
     from kvferry.transport.memory import HostMemory, map_array, window
 
 _HOMES = {
     "Address": "kvferry.layout.address",
-    "Endpoint": "kvferry.session",
+    "Endpoint": "kvferry.session.endpoint",
     "Group": "kvferry.layout.document",
     "HostMemory": "kvferry.transport.memory",
     "Instance": "kvferry.layout.document",
     "KVFerryError": "kvferry.errors",
     "Pool": "kvferry.layout.document",
     "Region": "kvferry.layout.document",
-    "RegistryServer": "kvferry.session",
+    "RegistryServer": "kvferry.session.registry",
     "Request": "kvferry.layout.request",
     "Side": "kvferry.layout.request",
     "Table": "kvferry.layout.request",
