@@ -1,4 +1,4 @@
-"""Before a target offers its pages: no byte of them may be wanted twice, over all groups, since pools may share memory."""
+"""Before a target offers its pages: no byte may be wanted twice, over all groups, since pools may share memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvferry.errors import ProofError
-from kvferry.layout.address import Address, Addresses, join
+from kvferry.layout.address import U64, Address, Addresses, join
 from kvferry.layout.document import Group, Instance, Pool, Worker
 from kvferry.layout.request import Side, Wanted
 from kvferry.plan.bind import Index, bind_tokens, expand, page_array, token_runs
@@ -79,7 +79,7 @@ def _slots(worker: Worker, group: Group, pool: Pool, want: Wanted, side: Side) -
     return np.asarray(pages.numbers[local // pool.page_tokens] * pool.page_tokens + local % pool.page_tokens)
 
 
-def _writes(worker: Worker, group: Group, pool: Pool, want: Wanted, side: Side) -> tuple[Addresses, np.ndarray]:  # type: ignore[type-arg]
+def _writes(worker: Worker, group: Group, pool: Pool, want: Wanted, side: Side) -> tuple[Addresses, U64]:
     table = side.table(worker.rank, pool.table_name)
     pages = page_array(table) if table else None
     programs = [compile_program(place, dense) for place, dense in _place(worker, group, pool)]

@@ -91,11 +91,14 @@ def _check_group(source: Group, target: Group) -> None:
             "constants": dict(sorted(group.constants.items())),
         }
 
-    ours, theirs = canonical(source), canonical(target)
-    for field, value in ours.items():
+    theirs = canonical(target)
+    for field, value in canonical(source).items():
         if value != theirs[field]:
             raise IncompatibleError(
-                f"groups.{source.name}.{field}", value, theirs[field], "both sides must cache the same logical array"
+                f"groups.{source.name}.{field}",
+                getattr(source, field),
+                getattr(target, field),
+                "both sides must cache the same logical array",
             )
 
 

@@ -1,0 +1,131 @@
+"""Routing: every wanted cell once, from an owner, evenly; names field cases F10–F21."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from kvferry.errors import IncompatibleError, PlanError
+from kvferry.layout.document import Instance
+from kvferry.plan.route import check_compatible, route
+from tests.plan.build import heads_of, instance
+
+
+def received(source: Instance, target: Instance, rank: int) -> Counter[tuple[int, str, int]]:
+    """(layer, part, head) of everything routed to `rank`; asserts that each sender owns what it is asked for."""
+    got: Counter[tuple[int, str, int]] = Counter()
+    for step in route(source, target, rank):
+        pool = source.worker(step.source).pools[0]
+        owned_layers = {b.layer for b in pool.buffers}
+        ((start, stop),) = pool.segments("head", 0)
+        for layer in step.box.layers:
+            assert layer in owned_layers
+            for part in step.box.parts:
+                for low, high in step.box.axes["head"]:
+                    assert start <= low and high <= stop
+                    got.update((layer, part, head) for head in range(low, high))
+    return got
+
+
+def wanted(target: Instance, rank: int) -> Counter[tuple[int, str, int]]:
+    pool = target.worker(rank).pools[0]
+    ((start, stop),) = pool.segments("head", 0)
+    return Counter((b.layer, b.part, head) for b in pool.buffers for head in range(start, stop))
+
+
+@pytest.mark.parametrize("heads", range(1, 9))
+def test_f10_to_f16_every_tp_pair(heads: int) -> None:
+    """F10, F12–F16: TP 1–16 on both sides, dividing or not, replicated or not: every head once, from an owner."""
+    for source_tp in range(1, 17):
+        source = instance(tp=source_tp, heads=heads, stages=((0,),))
+        for target_tp in range(1, 17):
+            target = instance("decode", tp=target_tp, heads=heads, stages=((0,),))
+            for rank in range(target_tp):
+                assert received(source, target, rank) == wanted(target, rank)
+
+
+@pytest.mark.parametrize(("heads", "source_tp", "target_tp"), [(1, 8, 8), (2, 8, 16), (4, 8, 16), (1, 4, 8), (1, 8, 2)])
+def test_f15_replicas_share_the_work_evenly(heads: int, source_tp: int, target_tp: int) -> None:
+    source, target = (instance(tp=tp, heads=heads) for tp in (source_tp, target_tp))
+    load: Counter[int] = Counter()
+    for rank in range(target_tp):
+        load.update(step.source for step in route(source, target, rank))
+    assert max(load.values()) == -(-target_tp // source_tp)
+    assert len(load) == min(source_tp, target_tp)
+
+
+def test_another_replica_takes_over_when_one_is_down() -> None:
+    source, target = instance(tp=8, heads=4), instance("decode", tp=4, heads=4)
+    for rank in range(4):
+        usual = {step.source for step in route(source, target, rank)}
+        other = {step.source for step in route(source, target, rank, down=frozenset(usual))}
+        assert not usual & other
+        assert received(source, target, rank) == wanted(target, rank)
+
+
+def test_nobody_left_is_an_error_that_names_the_cell() -> None:
+    source, target = instance(tp=4, heads=4), instance("decode", tp=2, heads=4)
+    with pytest.raises(PlanError, match=r"group attn, layer 0, part k, head 2.*target worker 1"):
+        route(source, target, 1, down=frozenset({2}))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (((0, 1, 2), (3, 4)), ((0, 1, 2, 3, 4),)),
+        (((0, 1, 2, 3, 4),), ((0, 1, 2), (3, 4))),
+        (((0,), (1, 2), (3,), (4,)), ((0, 1, 2, 3), (4,))),
+        (((0, 2, 4), (1, 3)), ((0, 1, 2), (3, 4))),
+    ],
+)
+def test_f20_stages_by_layer_id_not_by_position(
+    ours: tuple[tuple[int, ...], ...], theirs: tuple[tuple[int, ...], ...]
+) -> None:
+    source = instance(tp=2, stages=ours)
+    target = instance("decode", tp=3, heads=4, stages=theirs)
+    for worker in target.workers:
+        assert received(source, target, worker.rank) == wanted(target, worker.rank)
+
+
+def test_a_layer_that_nobody_owns_is_refused() -> None:
+    source = instance(stages=((0, 1, 2),))
+    pool = source.workers[0].pools[0]
+    from msgspec.structs import replace
+
+    holey = replace(source, workers=(replace(source.workers[0], pools=(replace(pool, buffers=pool.buffers[:-1]),)),))
+    with pytest.raises(PlanError, match="layer 2, part v"):
+        route(holey, instance("decode", stages=((0, 1, 2),)), 0)
+
+
+def test_f37_differences_name_the_field_and_both_values() -> None:
+    from msgspec.structs import replace
+
+    source = instance(heads=4)
+    group = source.groups[0]
+    cases = {
+        "groups.attn.dtype": replace(group, dtype="float16"),
+        "groups.attn.layers": replace(group, layers=(0, 1, 2)),
+        "groups.attn.axes": replace(group, axes={"head": 8, "dim": 4}),
+        "groups.attn.constants": replace(group, constants={"k_scale": 0.5}),
+        "groups.attn.encoding": replace(group, encoding="mxfp4"),
+        "groups.attn.growth": replace(group, growth="state"),
+    }
+    for field, other in cases.items():
+        with pytest.raises(IncompatibleError) as caught:
+            check_compatible(source, replace(source, groups=(other,)))
+        assert caught.value.field == field
+        name = field.rpartition(".")[2]
+        assert repr(getattr(group, name)) in str(caught.value)
+        assert repr(getattr(other, name)) in str(caught.value)
+    with pytest.raises(IncompatibleError, match="model"):
+        check_compatible(source, replace(source, model="other"))
+    draft = replace(group, name="draft")
+    with pytest.raises(IncompatibleError, match=r"groups\.draft"):
+        check_compatible(source, replace(source, groups=(group, draft)))
+    check_compatible(source, replace(source, groups=(group, replace(draft, optional=True))))
+
+
+def test_heads_of_covers_all_heads() -> None:
+    for tp in range(1, 17):
+        assert {head for rank in range(tp) for head in range(*heads_of(8, tp, rank))} == set(range(8))
