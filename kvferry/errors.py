@@ -96,3 +96,16 @@ class TransferAborted(TransferError):
 
 class PeerLost(TransferError):
     """The peer is gone, or came back under another generation."""
+
+
+class EngineError(KVFerryError):
+    """An engine adapter can't do what it was asked: a size that does not fit the model, no free page, a folder without a model."""
+
+
+class WorkerFailed(EngineError):
+    """A worker process of an engine reported an error or ended. `worker` names it."""
+
+    def __init__(self, worker: str, problem: str) -> None:
+        super().__init__(f"{worker}: {problem}")
+        self.worker = worker
+        self.problem = problem

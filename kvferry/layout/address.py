@@ -1,15 +1,16 @@
 """The only module that does arithmetic on memory addresses.
 
-Device addresses use all 64 bits (0xffff81ab54e01000 is a real one), and NumPy makes three silent mistakes with them: `uint64 + int64` becomes
-float64, `uint64 + uint64` wraps, and int32 page numbers times a page size wrap. So an address is a type of its own, `Address` for one and
-`Addresses` for many, which refuses signed and float operands at the door and checks every sum.
+Device addresses use all 64 bits (0xffff81ab54e01000 is a real one), and NumPy makes three silent mistakes with them:
+`uint64 + int64` becomes float64, `uint64 + uint64` wraps, and int32 page numbers times a page size wrap. So an address
+is a type of its own, `Address` for one and `Addresses` for many, which refuses signed and float operands at the door
+and checks every sum.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import TypeAlias, Union
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from kvferry.errors import AddressError
 
 U64: TypeAlias = npt.NDArray[np.uint64]
-Offsets: TypeAlias = Union[U64, np.uint64, int]
+Offsets: TypeAlias = U64 | np.uint64 | int
 
 SPACE = 1 << 64
 """Bytes of the address space: every address is in 0 … SPACE - 1."""
@@ -37,7 +38,9 @@ def size(value: object, name: str = "size") -> int:
 
 
 def offsets(values: object, name: str = "offsets") -> U64:
-    """Return byte offsets or sizes as uint64. A signed or float array is refused: convert page numbers with care before they get here."""
+    """Return byte offsets or sizes as uint64. A signed or float array is refused: convert page numbers with care
+    before they get here.
+    """
     if isinstance(values, np.ndarray):
         if values.dtype != np.uint64:
             raise AddressError(f"{name}: expected an array of uint64, got {values.dtype}")
@@ -155,7 +158,8 @@ class Addresses:
         return Addresses(total)
 
     def offsets_in(self, base: Address, nbytes: int, lengths: Offsets, what: str) -> U64:
-        """Offsets from `base` of the ranges [address, address + length), each checked to lie inside [base, base + nbytes).
+        """Offsets from `base` of the ranges [address, address + length), each checked to lie inside [base, base +
+        nbytes).
 
         No comparison here can wrap: lengths are compared with the room that is left, never added to an address.
         """

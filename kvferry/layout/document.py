@@ -1,12 +1,13 @@
 """The kvferry-instance/1 document: what one instance caches and where each worker keeps it.
 
-The structs are the document: JSON for people and files, MessagePack on the wire. Meaning of each field: docs/reference/formats.md.
-Decoding checks types and unknown fields; `kvferry.layout.validate` checks what the numbers mean.
+The structs are the document: JSON for people and files, MessagePack on the wire. Meaning of each field:
+docs/reference/formats.md. Decoding checks types and unknown fields; `kvferry.layout.validate` checks what the numbers
+mean.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -34,7 +35,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=Tr
     """Base of the documents' fixed-length arrays."""
 
 
-class Group(Struct):
+class Group(Struct, frozen=True):
     """What is logically cached: an array over (layer, part, token, axes…)."""
 
     name: str
@@ -44,7 +45,7 @@ class Group(Struct):
     parts: tuple[str, ...]
     axes: dict[str, int]
     encoding: str = "raw"
-    constants: dict[str, Union[str, float, int, bool, None]] = {}
+    constants: dict[str, str | float | int | bool | None] = {}
     optional: bool = False
 
     @property
@@ -52,7 +53,7 @@ class Group(Struct):
         return DTYPE_BYTES[self.dtype]
 
 
-class Region(Struct):
+class Region(Struct, frozen=True):
     """A span of memory on one worker."""
 
     base: Address
@@ -61,7 +62,7 @@ class Region(Struct):
     device: int = 0
 
 
-class Mode(Row):
+class Mode(Row, frozen=True):
     """One (axis, extent, stride) of the layout inside a page; the stride is in bytes."""
 
     axis: str
@@ -69,7 +70,7 @@ class Mode(Row):
     stride_bytes: int
 
 
-class Buffer(Row):
+class Buffer(Row, frozen=True):
     """Where page 0 of one (layer, part) starts, and how many pages there are."""
 
     layer: int
@@ -79,7 +80,7 @@ class Buffer(Row):
     pages: int
 
 
-class Pool(Struct):
+class Pool(Struct, frozen=True):
     """Where a part of a group lies on one worker."""
 
     group: str
@@ -87,8 +88,8 @@ class Pool(Struct):
     page_bytes: int
     modes: tuple[Mode, ...]
     buffers: tuple[Buffer, ...]
-    table: Union[str, None] = None
-    owned: dict[str, tuple[Union[int, tuple[int, ...]], ...]] = {}
+    table: str | None = None
+    owned: dict[str, tuple[int | tuple[int, ...], ...]] = {}
 
     @property
     def table_name(self) -> str:
@@ -105,13 +106,13 @@ class Pool(Struct):
         return self.owned.get(axis, ((0, extent),))  # type: ignore[return-value]
 
 
-class Worker(Struct):
+class Worker(Struct, frozen=True):
     rank: int
     regions: tuple[Region, ...]
     pools: tuple[Pool, ...]
 
 
-class Instance(Struct):
+class Instance(Struct, frozen=True):
     """One prefill or decode instance: one data-parallel replica."""
 
     format: Literal["kvferry-instance/1"]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, Union
+from typing import Literal
 
 from kvferry.layout.document import Struct
 
 
-class Wanted(Struct):
+class Wanted(Struct, frozen=True):
     """The part of one group that the target wants: a half-open range of tokens, or a state's position."""
 
-    tokens: Union[tuple[int, int], None] = None
-    position: Union[int, None] = None
+    tokens: tuple[int, int] | None = None
+    position: int | None = None
 
     @property
     def token_range(self) -> tuple[int, int]:
@@ -19,22 +19,24 @@ class Wanted(Struct):
         return (0, 1) if self.tokens is None else self.tokens
 
 
-class Table(Struct):
-    """One page table: `pages[i]` holds the tokens from `start + i * page_tokens` on; None is a page that does not exist."""
+class Table(Struct, frozen=True):
+    """One page table: `pages[i]` holds the tokens from `start + i * page_tokens` on; None is a page that does not
+    exist.
+    """
 
-    pages: tuple[Union[int, None], ...]
+    pages: tuple[int | None, ...]
     start: int = 0
 
 
-class Tables(Struct):
+class Tables(Struct, frozen=True):
     tables: dict[str, Table]
 
 
-class Side(Struct):
+class Side(Struct, frozen=True):
     """Page tables of one instance; `workers` overrides them for single ranks."""
 
-    tables: dict[str, Table] = {}
-    workers: dict[str, Tables] = {}
+    tables: dict[str, Table] = {}  # noqa: RUF012  (msgspec copies defaults)
+    workers: dict[str, Tables] = {}  # noqa: RUF012
 
     def table(self, rank: int, name: str) -> Table | None:
         """The table `name` as worker `rank` sees it, or None."""
@@ -44,7 +46,7 @@ class Side(Struct):
         return self.tables.get(name)
 
 
-class Request(Struct):
+class Request(Struct, frozen=True):
     format: Literal["kvferry-request/1"]
     groups: dict[str, Wanted]
     source: Side
