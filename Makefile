@@ -29,7 +29,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 docs: $(DOCS_READY)
-	$(DOCS_VENV)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) $(DOCS_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis site dist
