@@ -87,7 +87,9 @@ def random_side(rnd: random.Random, name: str, groups: list[Json], wanted: Json)
     if grid.tp * grid.pp * grid.cp > 6:
         grid.pp = grid.cp = 1
     shared = rnd.random() < 0.5  # one page table for all token groups
-    table_names = {group["name"]: "pages" if shared and group["growth"] == "token" else group["name"] for group in groups}
+    table_names = {
+        group["name"]: "pages" if shared and group["growth"] == "token" else group["name"] for group in groups
+    }
     page_tokens = {table: rnd.choice([1, 2, 3, 4, 6]) for table in table_names.values()}
     tables: dict[str, Json] = {}
     pool_pages: dict[str, int] = {}
@@ -121,7 +123,13 @@ def random_side(rnd: random.Random, name: str, groups: list[Json], wanted: Json)
                 shape["table"] = table
             pools += random_pools(rnd, group, shape, layers, pool_pages[table])
         workers.append(place(rnd, {"rank": rank, "regions": [], "pools": pools}, grid.base))
-    instance = {"format": "kvferry-instance/1", "instance": name, "model": "m", "groups": list(groups), "workers": workers}
+    instance = {
+        "format": "kvferry-instance/1",
+        "instance": name,
+        "model": "m",
+        "groups": list(groups),
+        "workers": workers,
+    }
     return instance, {"tables": tables, **random_overrides(rnd, ranks, tables, pool_pages)}
 
 
@@ -212,7 +220,10 @@ def random_pools(rnd: random.Random, group: Json, shape: Json, layers: list[int]
 
 def random_layout(rnd: random.Random, group: Json, shape: Json, keys: list[tuple[int, str]], pages: int) -> Json:
     """Modes, page_bytes and buffers (relative to the pool) of any nesting of page, layer, part and in-page digits, padded or not."""
-    counts = {axis: sum(stop - start for start, stop in shape["owned"].get(axis, [[0, size]])) for axis, size in group["axes"].items()}
+    counts = {
+        axis: sum(stop - start for start, stop in shape["owned"].get(axis, [[0, size]]))
+        for axis, size in group["axes"].items()
+    }
     plain = rnd.random() < 0.4
     axes = ["token", *counts]
     if rnd.random() < 0.4:
@@ -236,7 +247,9 @@ def random_layout(rnd: random.Random, group: Json, shape: Json, keys: list[tuple
         rnd.shuffle(axes)
         digits = [digit for axis in axes for digit in digits if digit[0] == axis]
         digits = [digit for digit in digits if digit[1] != 1 or rnd.random() < 0.5]
-    buffers = [[key[0], key[1], 0, layers.index(key[0]) * layer[2] + parts.index(key[1]) * part[2], pages] for key in keys]
+    buffers = [
+        [key[0], key[1], 0, layers.index(key[0]) * layer[2] + parts.index(key[1]) * part[2], pages] for key in keys
+    ]
     rnd.shuffle(buffers)
     return {"modes": digits, "page_bytes": page[2], "buffers": buffers, "_span": span}
 

@@ -56,7 +56,9 @@ def offset_in_page(pool: Json, axis: str, local: int) -> int:
     return total
 
 
-def token_place(pool: Json, group: Json, buffer: list[Any], side: Json, rank: int, token: int) -> tuple[int, int] | None:
+def token_place(
+    pool: Json, group: Json, buffer: list[Any], side: Json, rank: int, token: int
+) -> tuple[int, int] | None:
     """(page, slot in the page) of a token on a worker, None where the worker doesn't own it, Refused where it has no page."""
     cycle_rank, size, block = pool.get("owned", {}).get("token", [0, 1, 1])
     if (token // block) % size != cycle_rank:
@@ -72,7 +74,9 @@ def token_place(pool: Json, group: Json, buffer: list[Any], side: Json, rank: in
     return page, slot % pool["page_tokens"]
 
 
-def tagged(instance: Json, worker: Json, side: Json, name: str, tokens: range) -> Iterator[tuple[int | Refused, list[Tag]]]:
+def tagged(
+    instance: Json, worker: Json, side: Json, name: str, tokens: range
+) -> Iterator[tuple[int | Refused, list[Tag]]]:
     """Every (address, tags of the item there) that a worker holds of these tokens; Refused for an address it lacks."""
     group = group_of(instance, name)
     item = ITEM_BYTES[group["dtype"]]
@@ -155,6 +159,32 @@ def verdict(source: Json, target: Json, request: Json) -> str:
     if not tags <= there:
         return "no"
     return "either" if tags & lacking else "yes"
+
+
+def may_be_refused_early(source: Json, target: Json, request: Json) -> bool:
+    """Whether something is wrong that this request happens not to touch.
+
+    Such as a layer that nobody sends, or a page table left out, where the range is empty: refusing is right as well.
+    """
+    cells: list[set[Tag]] = []
+    for instance in (source, target):
+        mine: set[Tag] = set()
+        for worker in instance["workers"]:
+            for pool in worker["pools"]:
+                table = pool.get("table") or pool["group"]
+                name = pool["group"]
+                if name not in request["groups"]:
+                    continue
+                pages = {table: {"pages": [0] * 48}}
+                tokens = range(48 if group_of(instance, name)["growth"] == "token" else 1)
+                for _, tags in tagged(instance, {**worker, "pools": [pool]}, {"tables": pages}, name, tokens):
+                    mine.update(tags)
+                try:
+                    table_of(request["source" if instance is source else "target"], worker["rank"], table)
+                except Refused:
+                    return True
+        cells.append(mine)
+    return not cells[1] <= cells[0]
 
 
 def replay(source: Json, target: Json, request: Json, plan: Json) -> int:
