@@ -40,7 +40,7 @@ def test_the_console_example_prints_what_it_says() -> None:
 
 
 def test_every_command_is_listed() -> None:
-    (commands,) = blocks("")
+    (commands,) = blocks("text")
     assert {line.split()[1] for line in commands.splitlines()} == set(cli.COMMANDS)
 
 
