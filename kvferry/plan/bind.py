@@ -100,6 +100,9 @@ def bind_tokens(program: Program, tokens: tuple[int, int], source: Pages | None,
     there.
     """
     starts, lengths = token_runs(tokens, program.source.box.cycles)
+    if not len(starts):  # nothing is wanted, so no page is needed
+        empty = np.empty(0, np.uint64)
+        return Segments(empty, empty, lengths)
     for place, pages in ((program.source, source), (program.target, target)):
         if isinstance(place, PoolPlace):
             local = _local(place, pages, starts, lengths)

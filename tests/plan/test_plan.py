@@ -82,6 +82,11 @@ def test_requests_that_cannot_be_served_are_refused(bad: Request, message: str) 
         make_plan(instance(), instance("decode"), bad)
 
 
+def test_an_empty_range_needs_no_table() -> None:
+    plan = make_plan(instance(), instance("decode"), replace(request((8, 8), [], []), source=Side(), target=Side()))
+    assert plan.proof.bytes == 0
+
+
 def test_null_pages_outside_the_wanted_tokens_are_fine() -> None:
     plan = make_plan(instance(), instance("decode"), request((8, 16), [None, 1], [None, 3]))
     assert plan.proof.bytes == 8 * 4 * 8 * 4
