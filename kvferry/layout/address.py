@@ -149,7 +149,10 @@ class Addresses:
     def plus(self, addends: Offsets) -> Addresses:
         """Broadcasting sum with byte offsets; AddressError where any sum passes 2**64."""
         addend = offsets(addends)
-        total = self._u64 + addend
+        total: U64 = self._u64 + addend
+        # exact integers: where the two largest operands stay below 2**64, no sum has wrapped
+        if int(self._u64.max(initial=0)) + int(addend.max(initial=0)) < SPACE:
+            return Addresses(total)
         # an unsigned sum wrapped exactly when it is below either operand
         wrapped = total < addend
         if wrapped.any():
@@ -178,6 +181,8 @@ class Addresses:
 
 def join(parts: Sequence[Addresses]) -> Addresses:
     """Concatenate, flattened."""
+    if len(parts) == 1:
+        return parts[0].ravel()
     if not parts:
         return Addresses(np.empty(0, dtype=np.uint64))
     return Addresses(np.concatenate([part.u64.ravel() for part in parts]))

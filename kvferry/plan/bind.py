@@ -159,7 +159,8 @@ def expand(program: Program, segments: Segments) -> Copies:
             sources.append(piece.source_bases.reshape(-1, 1).plus(s).ravel())
             targets.append(piece.target_bases.reshape(-1, 1).plus(t).ravel())
             lengths.append(np.broadcast_to(n, (len(piece.source_bases), len(n))).reshape(-1))
-    return Copies(join(sources), join(targets), np.concatenate([np.empty(0, np.uint64), *lengths]))
+    flat = lengths[0] if len(lengths) == 1 else np.concatenate([np.empty(0, np.uint64), *lengths])
+    return Copies(join(sources), join(targets), flat)
 
 
 def _piece_runs(program: Program, piece: Piece, segments: Segments) -> tuple[U64, U64, U64]:

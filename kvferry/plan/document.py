@@ -15,6 +15,7 @@ from kvferry.layout.address import join
 from kvferry.layout.document import Group, Instance, Struct, Worker
 from kvferry.layout.request import Request, Wanted
 from kvferry.plan.bind import Copies, bind_tokens, expand, page_array, token_runs
+from kvferry.plan.landing import prove_landing
 from kvferry.plan.program import Program, compile_program, pool_places, restrict
 from kvferry.plan.prove import prove_bounds, prove_cells, prove_disjoint
 from kvferry.plan.route import Box, check_compatible, route, shared_groups
@@ -74,7 +75,9 @@ def plan_copies(source: Instance, target: Instance, request: Request) -> dict[tu
                 parts[step.source, worker.rank] += _box_copies(
                     senders[step.source], worker, group, step.box, tokens, request
                 )
-        _prove_worker(worker, target, wanted, [c for (_, t), some in parts.items() if t == worker.rank for c in some])
+        _prove_worker(
+            worker, target, wanted, request, [c for (_, t), some in parts.items() if t == worker.rank for c in some]
+        )
     return {pair: _concatenate(some) for pair, some in sorted(parts.items())}
 
 
@@ -130,12 +133,15 @@ def _box_copies(
     return copies
 
 
-def _prove_worker(worker: Worker, target: Instance, wanted: dict[str, Wanted], copies: list[Copies]) -> None:
+def _prove_worker(
+    worker: Worker, target: Instance, wanted: dict[str, Wanted], request: Request, copies: list[Copies]
+) -> None:
     """Everything that the worker owns of the wanted tokens arrives (by count), and no byte twice: so exactly once."""
     owed = sum(_owned_bytes(worker, target.group(name), want.token_range) for name, want in wanted.items())
     moved = sum(c.total_bytes for c in copies)
     if owed != moved:
         raise ProofError(f"target worker {worker.rank} wants {owed} bytes, the plan moves {moved}")
+    prove_landing(worker, target, wanted, request.target)  # names the page, where a page is the reason
     prove_disjoint(
         join([c.target for c in copies]),
         np.concatenate([np.empty(0, np.uint64), *(c.lengths for c in copies)]),
