@@ -1,0 +1,244 @@
+"""What both halves of the state machine share: peers, handshakes, acknowledged aborts, counters."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry.errors import (
+    DocumentError,
+    IncompatibleError,
+    KVFerryError,
+    PeerLost,
+    TransferAborted,
+    TransferError,
+    TransferRefused,
+    TransferTimeout,
+    TransportError,
+    Where,
+)
+from kvferry.layout.address import Address
+from kvferry.layout.document import Instance
+from kvferry.layout.validate import check_instance
+from kvferry.session.events import Action, Close, Note, Open, Send, Watch
+from kvferry.session.messages import Abort, AbortAck, Card, FailureKind, Hello, Message, Peer, Role, Welcome
+from kvferry.session.slots import Ledger
+
+ATTEMPT = 1
+RESEND_S = 1.0
+RESEND_MAX_S = 30.0
+ABORT_KEEP_S = 10.0
+REMEMBERED = 65_536
+EARLY_LIMIT = 4_096
+"""Transfers that a peer may start before our own call, all peers together."""
+
+ERRORS: dict[FailureKind, type[TransferError]] = {
+    "aborted": TransferAborted,
+    "refused": TransferRefused,
+    "timeout": TransferTimeout,
+    "lost": PeerLost,
+}
+_LOOPBACK = re.compile(r"tcp://127\.0\.0\.1:[0-9]{1,5}\Z")
+
+
+def kind_of(error: KVFerryError) -> FailureKind:
+    """How an error is told to peers: a transport that fails is a lost peer, what is no end of a transfer a refusal."""
+    if isinstance(error, TransportError):
+        return "lost"
+    return next((kind for kind, known in ERRORS.items() if isinstance(error, known)), "refused")
+
+
+def failure(kind: FailureKind, where: Where, problem: str, cause: BaseException | None = None) -> TransferError:
+    error = ERRORS[kind](where, problem)
+    error.__cause__ = cause
+    return error
+
+
+@dataclass
+class _Resend:
+    message: Message
+    next_s: float
+    interval_s: float
+    until_s: float
+
+
+class Memory:
+    """Which transfers have ended here, the newest `REMEMBERED`: None for success, else the kind and the reason."""
+
+    def __init__(self) -> None:
+        self._ends: OrderedDict[str, tuple[FailureKind, str] | None] = OrderedDict()
+
+    def add(self, transfer: str, end: tuple[FailureKind, str] | None) -> None:
+        self._ends[transfer] = end
+        if len(self._ends) > REMEMBERED:
+            self._ends.popitem(last=False)
+
+    def __contains__(self, transfer: str) -> bool:
+        return transfer in self._ends
+
+    def __getitem__(self, transfer: str) -> tuple[FailureKind, str] | None:
+        return self._ends[transfer]
+
+
+class Core:
+    def __init__(
+        self, me: Peer, card: Card, slots: int, slot_address: Callable[[int], Address], draw_grant: Callable[[], bytes]
+    ) -> None:
+        self.me, self.card, self.slot_address, self.draw_grant = me, card, slot_address, draw_grant
+        self.ledger = Ledger(slots)
+        self.now = -math.inf
+        self.out: list[Action] = []
+        self.known: dict[Peer, Card] = {}
+        self.problems: dict[Peer, str] = {}  # why a handshake failed
+        self.counters: Counter[str] = Counter()
+        self._hellos: dict[Peer, _Resend] = {}
+        self._opened: set[Peer] = set()
+        self._aborts: dict[tuple[Role, str, Peer], _Resend] = {}
+
+    def send(self, peer: Peer, body: Message) -> None:
+        self.out.append(Send(peer, body))
+
+    def refuse(self, reason: str) -> None:
+        """A message is dropped. The log gets the first few of each kind only, so that a flood can't fill it."""
+        self.counters["refused_messages"] += 1
+        self.counters[f"refused: {reason}"] += 1
+        if self.counters[f"refused: {reason}"] <= 10:
+            self.out.append(Note(f"message refused: {reason}"))
+
+    # handshake
+
+    def hello(self, peer: Peer, address: str, until_s: float) -> None:
+        """Say hello until the peer answers or `until_s` has passed."""
+        pending = self._hellos.get(peer)
+        if pending is not None:
+            pending.until_s = max(pending.until_s, until_s)
+            return
+        if not self._open(peer, address):
+            self.problems[peer] = f"address {address!r} is not on loopback"
+            return
+        message = Hello(self.card)
+        self._hellos[peer] = _Resend(message, self.now + RESEND_S, RESEND_S, until_s)
+        self.send(peer, message)
+
+    def on_hello(self, peer: Peer, body: Hello) -> bool:
+        """Whether the peer is known now that was not before."""
+        new = self._accept(peer, body.card)
+        if peer in self.known:
+            self.send(peer, Welcome(self.card))
+        return new
+
+    def on_welcome(self, peer: Peer, body: Welcome) -> bool:
+        if peer not in self._hellos:
+            self.refuse("welcome without a hello")
+            return False
+        return self._accept(peer, body.card)
+
+    def _accept(self, peer: Peer, card: Card) -> bool:
+        problem = _card_problem(peer, card)
+        if peer in self.known:
+            if self.known[peer] != card:
+                self.refuse("a peer changed its layout without a new generation")
+            return False
+        if not problem and not self._open(peer, card.address):
+            problem = f"address {card.address!r} is not on loopback"
+        if problem:
+            self.problems[peer] = problem
+            self.refuse("handshake with a bad layout")
+            return False
+        self._hellos.pop(peer, None)
+        self.problems.pop(peer, None)
+        self.known[peer] = card
+        if card.process is not None:
+            self.out.append(Watch(peer, card.process))
+        return True
+
+    def _open(self, peer: Peer, address: str) -> bool:
+        if peer in self._opened:
+            return True
+        if not _LOOPBACK.match(address):
+            return False
+        self._opened.add(peer)
+        self.out.append(Open(peer, address))
+        return True
+
+    def forget(self, peer: Peer) -> None:
+        """The peer is dead: nothing of it can touch our slots, and nothing can be said to it."""
+        self.known.pop(peer, None)
+        self._hellos.pop(peer, None)
+        self.ledger.clear_dead(peer)
+        for key in [key for key in self._aborts if key[2] == peer]:
+            del self._aborts[key]
+        if peer in self._opened:
+            self._opened.discard(peer)
+            self.out.append(Close(peer))
+
+    def instance(self, peers: tuple[Peer, ...]) -> Instance:
+        """One document from the cards of all workers; IncompatibleError where the workers disagree among themselves."""
+        cards = [self.card.instance if peer == self.me else self.known[peer].instance for peer in peers]
+        first = cards[0]
+        for peer, card in zip(peers, cards):
+            for field in ("model", "groups"):
+                mine, other = getattr(first, field), getattr(card, field)
+                if mine != other:
+                    advice = f"start all workers of {first.instance!r} with the same model and cache"
+                    raise IncompatibleError(
+                        f"{field} of worker {peer.rank} against worker {peers[0].rank}", other, mine, advice
+                    )
+        workers = tuple(worker for card in cards for worker in card.workers)
+        return Instance(first.format, first.instance, first.model, first.groups, workers)
+
+    # acknowledged aborts
+
+    def abort(self, peer: Peer, role: Role, transfer: str, kind: FailureKind, reason: str) -> None:
+        """Tell the peer, whose role is `role`, until it acknowledges. While slots are in doubt this never gives up."""
+        message = Abort(transfer, ATTEMPT, role, kind, reason[:4000])
+        self._aborts[role, transfer, peer] = _Resend(message, self.now + RESEND_S, RESEND_S, self.now + ABORT_KEEP_S)
+        self.send(peer, message)
+
+    def on_abort_ack(self, peer: Peer, ack: AbortAck) -> None:
+        if self._aborts.pop((ack.role, ack.transfer, peer), None) is None:
+            return self.refuse("acknowledgement of no abort")
+        if ack.role == "source":
+            self.ledger.clear(ack.transfer, peer)
+
+    def tick(self) -> None:
+        for peer, hello in list(self._hellos.items()):
+            if hello.until_s <= self.now:
+                del self._hellos[peer]
+            else:
+                self._resend(peer, hello)
+        for key, abort in list(self._aborts.items()):
+            role, transfer, peer = key
+            if abort.until_s <= self.now and not (role == "source" and self.ledger.in_doubt(transfer, peer)):
+                del self._aborts[key]
+            else:
+                self._resend(peer, abort)
+
+    def _resend(self, peer: Peer, resend: _Resend) -> None:
+        if resend.next_s <= self.now:
+            self.send(peer, resend.message)
+            resend.interval_s = min(2 * resend.interval_s, RESEND_MAX_S)
+            resend.next_s = self.now + resend.interval_s
+
+    @property
+    def quiet(self) -> bool:
+        """Whether every abort has been acknowledged or given up."""
+        return not self._aborts
+
+    def next_s(self) -> float:
+        return min((r.next_s for r in (*self._hellos.values(), *self._aborts.values())), default=math.inf)
+
+
+def _card_problem(peer: Peer, card: Card) -> str:
+    """Why a peer's card can't be used, or nothing."""
+    ranks = [worker.rank for worker in card.instance.workers]
+    if ranks != [peer.rank] or card.instance.instance != peer.instance or peer.rank >= card.world:
+        return f"its card describes ranks {ranks} of {card.instance.instance!r} in a world of {card.world}"
+    try:
+        check_instance(card.instance)
+    except (DocumentError, RecursionError) as error:
+        return str(error)
+    return ""

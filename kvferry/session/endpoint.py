@@ -1,0 +1,476 @@
+"""The endpoint of one worker: the thin shell of sockets and threads around the session's state machine.
+
+One control thread owns the sockets and the machine. Bytes move on other threads, one per peer that we write to, so a
+slow peer delays nobody; scattering and planning have a thread each.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal, Union
+
+import numpy as np
+import zmq
+
+from kvferry.errors import (
+    DocumentError,
+    IncompatibleError,
+    KVFerryError,
+    PlanError,
+    TransferAborted,
+    TransferError,
+    TransferRefused,
+    TransferTimeout,
+    TransportError,
+    Where,
+)
+from kvferry.layout.address import Address
+from kvferry.layout.document import Instance
+from kvferry.layout.request import Side, Wanted
+from kvferry.layout.validate import check_instance
+from kvferry.plan.dense import dense_copies
+from kvferry.session.events import (
+    AbortCall,
+    Action,
+    Allow,
+    CancelWrites,
+    Close,
+    Died,
+    Ended,
+    Event,
+    Lookup,
+    Note,
+    Open,
+    Prepare,
+    PrepareFailed,
+    ReceiveCall,
+    Received,
+    Report,
+    Revoke,
+    Scatter,
+    Scattered,
+    ScatterFailed,
+    Send,
+    SendCall,
+    Watch,
+    Write,
+    WriteFailed,
+    Written,
+)
+from kvferry.session.machine import Machine
+from kvferry.session.messages import GRANT_BYTES, MAX_MESSAGE_BYTES, Card, Peer, Role, decode, encode
+from kvferry.session.prepare import Preparer
+from kvferry.session.registry import Entry, Registry, require_loopback
+from kvferry.session.shell import LOG, JobThread, Rendezvous, open_death_watch, this_process
+from kvferry.transport.base import Peer as Link
+from kvferry.transport.base import open_transport
+from kvferry.transport.memory import HostMemory
+from kvferry.transport.staging import Staging
+
+DEATH_GRACE_S = 0.25
+"""What a peer said just before its end is read before its end is acted on."""
+CLOSE_S = 2.0
+MESSAGES_PER_ROUND = 256
+
+
+class Transfer:
+    """One side of one transfer, as its caller sees it."""
+
+    def __init__(self, role: Role, transfer: str, timeout_s: float) -> None:
+        self.id = transfer
+        self.role = role
+        self.state: Literal["running", "done", "failed"] = "running"
+        self.error: TransferError | None = None
+        self.report: Report | None = None
+        self.started_s = time.monotonic()
+        self.deadline_s = self.started_s + timeout_s
+        self._ended = threading.Event()
+
+    def __repr__(self) -> str:
+        return f"<Transfer {self.id!r} {self.role} {self.state}>"
+
+    def _end(self, report: Report | None, error: TransferError | None) -> None:
+        self.report, self.error = report, error
+        self.state = "failed" if error else "done"
+        self._ended.set()
+
+
+class Endpoint:
+    """Sends and receives the cache of one worker.
+
+    `instance` holds at least this rank's worker, `memory` is where its regions are. `world` workers make the instance.
+    `slots` × `slot_bytes` of landing memory are the only memory that peers can write. Addresses such as `staging_base`
+    may lie anywhere in 64 bits. Use it as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        instance: Instance,
+        rank: int,
+        memory: HostMemory,
+        *,
+        world: int,
+        registry: str,
+        transport: str = "auto",
+        slots: int = 8,
+        slot_bytes: int = 4 << 20,
+        host: str = "127.0.0.1",
+        staging_base: Address | None = None,
+        ttl_s: float = 10.0,
+    ) -> None:
+        require_loopback(host)
+        check_instance(instance)
+        self._worker = instance.worker(rank)
+        own = Instance(instance.format, instance.instance, instance.model, instance.groups, (self._worker,))
+        self._instance, self._memory = own, memory
+        self._me = Peer(instance.instance, time.time_ns(), rank)
+        self._staging = Staging(slots, slot_bytes, staging_base)
+        self._transport = open_transport(transport, self._staging)
+        self._context = zmq.Context(io_threads=1)
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._router.setsockopt(zmq.LINGER, 0)
+        address = f"tcp://127.0.0.1:{self._router.bind_to_random_port('tcp://127.0.0.1')}"
+        card = Card(address, world, own, self._transport.export(), this_process())
+        self._machine = Machine(self._me, card, slots, self._staging.address, lambda: secrets.token_bytes(GRANT_BYTES))
+        self._lock = threading.Lock()
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._wake_r, self._wake_w = os.pipe()
+        os.set_blocking(self._wake_r, False)
+        os.set_blocking(self._wake_w, False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._wake_r, zmq.POLLIN)
+        self._dealers: dict[Peer, zmq.Socket[bytes]] = {}
+        self._watches: dict[int, Peer] = {}
+        self._dying: dict[Peer, float] = {}
+        self._transfers: dict[tuple[Role, str], Transfer] = {}
+        self._finished: list[Transfer] = []
+        self._writers: dict[Peer, JobThread] = {}
+        self._links: dict[Peer, Link] = {}
+        self._cancelled: dict[str, threading.Event] = {}
+        self._preparer = Preparer(rank, slot_bytes)
+        self._planner, self._lander = JobThread("planner"), JobThread("lander")
+        self._closed = self._closing = False
+        entry = Entry(instance.instance, self._me.generation, rank, world, address)
+        self._rendezvous = Rendezvous(Registry(registry), entry, ttl_s, self._post)
+        self._thread = threading.Thread(target=self._run, name="kvferry-control", daemon=True)
+        self._thread.start()
+
+    # the caller's side
+
+    def send(self, transfer: str, groups: dict[str, Wanted], tables: Side, *, timeout_s: float) -> Transfer:
+        """Prefill: these tokens are ready in these pages, which are read until the transfer ends, however it ends."""
+        return self._start("source", SendCall(transfer, groups, tables, timeout_s))
+
+    def receive(
+        self, transfer: str, source: str, groups: dict[str, Wanted], tables: Side, *, timeout_s: float
+    ) -> Transfer:
+        """Decode: fetch these tokens from instance `source` into these pages. Every rank of this instance calls it.
+
+        The pages may be used when the transfer is done, and are untouched from the moment it has failed.
+        """
+        return self._start("target", ReceiveCall(transfer, source, groups, tables, timeout_s))
+
+    def connect(self, source: str, *, timeout_s: float) -> None:
+        """Shake hands with every worker of `source` now. IncompatibleError; TransferTimeout if it is not there."""
+        name = f"connect:{secrets.token_hex(8)}"
+        call = ReceiveCall(name, source, {}, Side(), timeout_s, connect_only=True)
+        transfer = self._start("target", call)
+        try:
+            self.wait(transfer)
+        except TransferRefused as error:
+            if isinstance(error.__cause__, IncompatibleError):
+                raise error.__cause__ from None
+            raise
+        finally:
+            with self._lock:
+                self._finished = [other for other in self._finished if other is not transfer]
+
+    def poll(self) -> list[Transfer]:
+        """Transfers that have ended since the last poll, in order."""
+        with self._lock:
+            ended = [transfer for transfer in self._finished if not transfer.id.startswith("connect:")]
+            self._finished = [transfer for transfer in self._finished if transfer.id.startswith("connect:")]
+        return ended
+
+    def wait(self, transfer: Transfer, timeout_s: float | None = None) -> Report:
+        """The report, or the transfer's typed error; TransferTimeout if `timeout_s` ends first, and it goes on then."""
+        # the machine ends every transfer by its deadline; the margin only covers a scatter that is still running
+        limit_s = transfer.deadline_s + 60.0 - time.monotonic() if timeout_s is None else timeout_s
+        if not transfer._ended.wait(max(0.0, limit_s)):
+            where = Where(transfer.id, "", "waiting", time.monotonic() - transfer.started_s)
+            raise TransferTimeout(where, f"wait() gave up after {limit_s:g} s; the transfer is still running")
+        if transfer.error is not None:
+            raise transfer.error
+        assert transfer.report is not None
+        return transfer.report
+
+    def abort(self, transfer: Transfer, reason: str = "") -> None:
+        """End the transfer on all sides. It is over, and its pages are free, when `wait` or `poll` says so."""
+        self._post(AbortCall(transfer.role, transfer.id, reason))
+
+    def stats(self) -> dict[str, int]:
+        """Slots free, used and in quarantine; transfers; refused messages, in all and by reason."""
+        with self._lock:
+            return self._machine.stats()
+
+    def close(self) -> None:
+        """Abort what runs, tell the peers, and give everything back."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._rendezvous.close()
+        self._post(None)
+        self._thread.join()
+        jobs = [self._planner, self._lander, *self._writers.values()]
+        stopped = [job.close(CLOSE_S) for job in jobs]
+        for link in self._links.values():
+            link.close()
+        self._transport.close()
+        if all(stopped) and not self._machine.stats()["slots_quarantined"]:
+            self._staging.close()
+        else:
+            # the addresses must not be used for anything else while somebody may still write there
+            LOG.warning("%s: landing memory stays mapped, a writer is in doubt", self._me)
+        for descriptor in (self._wake_r, self._wake_w, *self._watches):
+            os.close(descriptor)
+        self._context.term()
+        for transfer in self._transfers.values():
+            where = Where(transfer.id, "", "closing", time.monotonic() - transfer.started_s)
+            transfer._end(None, TransferAborted(where, "the endpoint was closed"))
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self, role: Role, call: SendCall | ReceiveCall) -> Transfer:
+        if not 1 <= len(call.transfer) <= 256:
+            raise DocumentError("transfer", f"an id has 1 … 256 characters, got {len(call.transfer)}")
+        if not (0 < call.timeout_s <= 1e6):
+            raise DocumentError("timeout_s", f"must be in (0, 1e6], got {call.timeout_s}")
+        transfer = Transfer(role, call.transfer, call.timeout_s)
+        with self._lock:
+            if self._closed:
+                raise TransferRefused(Where(call.transfer, "", "matching", 0.0), "the endpoint is closed")
+            if (role, call.transfer) in self._transfers:
+                raise TransferRefused(Where(call.transfer, "", "matching", 0.0), "this id is in use; ids are unique")
+            self._transfers[role, call.transfer] = transfer
+        self._post(call)
+        return transfer
+
+    # the control thread
+
+    def _post(self, event: Event | None) -> None:
+        self._events.put(event)
+        try:
+            os.write(self._wake_w, b"\0")
+        except BlockingIOError:
+            pass  # the pipe is full of wake-ups already
+
+    def _run(self) -> None:
+        end_s = math.inf
+        while time.monotonic() < end_s:
+            try:
+                self._round(min(end_s, self._machine.next_s(), *self._dying.values()))
+            except Exception:
+                LOG.exception("%s: internal error in the control thread", self._me)
+                time.sleep(0.01)
+            if end_s < math.inf and self._machine.core.quiet and not self._machine.targets.ending:
+                break
+            if end_s == math.inf and self._closing:
+                end_s = time.monotonic() + CLOSE_S
+                with self._lock:
+                    actions = self._machine.close(time.monotonic())
+                self._apply(actions)
+        self._router.close()
+        for dealer in self._dealers.values():
+            dealer.close(linger=500)
+
+    def _round(self, until_s: float) -> None:
+        wait_s = until_s - time.monotonic()
+        ready = dict(self._poller.poll(None if wait_s == math.inf else max(0, math.ceil(wait_s * 1000))))
+        if self._wake_r in ready:
+            os.read(self._wake_r, 65536)
+        while not self._events.empty():
+            event = self._events.get()
+            if event is None:
+                self._closing = True
+            else:
+                self._handle(event)
+        if self._router in ready:
+            self._read_router()
+        for descriptor in [fd for fd in ready if isinstance(fd, int) and fd in self._watches]:
+            self._poller.unregister(descriptor)
+            os.close(descriptor)
+            self._dying[self._watches.pop(descriptor)] = time.monotonic() + DEATH_GRACE_S
+        for peer in [peer for peer, due_s in self._dying.items() if due_s <= time.monotonic()]:
+            del self._dying[peer]
+            self._handle(Died(peer))
+        with self._lock:
+            actions = self._machine.tick(time.monotonic())
+        self._apply(actions)
+
+    def _read_router(self) -> None:
+        for _ in range(MESSAGES_PER_ROUND):
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) != 2:
+                    raise DocumentError("", f"a message has 1 frame, got {len(frames) - 1}")
+                envelope = decode(frames[1])
+            except KVFerryError as error:
+                with self._lock:
+                    self._machine.core.refuse("does not decode")
+                LOG.warning("%s: message refused: %s", self._me, str(error)[:400])
+                continue
+            self._handle(Received(envelope.sender, envelope.recipient, envelope.body))
+
+    def _handle(self, event: Event) -> None:
+        with self._lock:
+            actions = self._machine.handle(event, time.monotonic())
+        self._apply(actions)
+
+    def _apply(self, actions: list[Action]) -> None:
+        for action in actions:
+            try:
+                self._act(action)
+            except Exception:
+                LOG.exception("%s: could not %s", self._me, type(action).__name__)
+
+    def _act(self, action: Action) -> None:
+        if isinstance(action, Send):
+            self._send(action)
+        elif isinstance(action, Allow):
+            self._transport.grant(action.grant, action.slot, action.nbytes)
+        elif isinstance(action, Revoke):
+            self._transport.revoke(action.grant)
+        elif isinstance(action, Scatter):
+            self._lander.put(lambda: self._scatter(action))
+        elif isinstance(action, Write):
+            cancelled = self._cancelled.setdefault(action.transfer, threading.Event())
+            if action.peer not in self._writers:
+                self._writers[action.peer] = JobThread(f"writer-{action.peer.rank}")
+            self._writers[action.peer].put(lambda: self._write(action, cancelled))
+        elif isinstance(action, CancelWrites):
+            self._cancelled.setdefault(action.transfer, threading.Event()).set()
+        elif isinstance(action, Prepare):
+            self._planner.put(lambda: self._prepare(action))
+        elif isinstance(action, Lookup):
+            self._rendezvous.lookup(action.instance, action.until_s)
+        elif isinstance(action, Open):
+            self._open(action)
+        elif isinstance(action, Watch):
+            self._watch(action)
+        elif isinstance(action, Close):
+            self._forget(action.peer)
+        elif isinstance(action, Ended):
+            self._end(action)
+        elif isinstance(action, Note):
+            LOG.warning("%s: %s", self._me, action.text)
+
+    def _send(self, action: Send) -> None:
+        try:
+            data = encode(self._me, action.peer, action.body)
+            self._dealers[action.peer].send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            LOG.warning("%s: the line to %s is full, a %s is lost", self._me, action.peer, type(action.body).__name__)
+        except DocumentError as error:
+            transfer = getattr(action.body, "transfer", "")
+            self._post(AbortCall("target", transfer, f"{error}; use larger slots or send less at once"))
+
+    def _open(self, action: Open) -> None:
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.SNDHWM, 10_000)
+        dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        dealer.connect(action.address)
+        self._dealers[action.peer] = dealer
+
+    def _watch(self, action: Watch) -> None:
+        descriptor = open_death_watch(action.process)
+        if descriptor is not None:
+            self._watches[descriptor] = action.peer
+            self._poller.register(descriptor, zmq.POLLIN)
+
+    def _forget(self, peer: Peer) -> None:
+        dealer = self._dealers.pop(peer, None)
+        if dealer is not None:
+            dealer.close(linger=0)
+        writer = self._writers.pop(peer, None)
+        if writer is not None:
+            writer.put(lambda: self._unlink(peer))
+            writer.close(0.0)
+
+    def _end(self, ended: Ended) -> None:
+        if ended.role == "source":
+            self._cancelled.pop(ended.transfer, None)
+        with self._lock:
+            transfer = self._transfers.pop((ended.role, ended.transfer))
+            self._finished.append(transfer)
+        transfer._end(ended.report, ended.error)
+
+    # on other threads
+
+    def _prepare(self, order: Prepare) -> None:
+        self._answer(lambda: self._preparer.prepare(order), lambda error: PrepareFailed(order.transfer, error))
+
+    def _scatter(self, job: Scatter) -> None:
+        def scatter() -> Event:
+            self._memory.scatter(job.copies, self._staging.view(job.slot)[: job.nbytes])
+            return Scattered(job.transfer, job.peer, job.piece)
+
+        self._answer(scatter, lambda error: ScatterFailed(job.transfer, job.peer, job.piece, error))
+
+    def _write(self, job: Write, cancelled: threading.Event) -> None:
+        def write() -> Event:
+            if cancelled.is_set():
+                raise TransportError("the transfer ended before this write began")
+            copies = dense_copies(self._worker, self._instance.group(job.chunk.box.group), job.chunk, job.tables)
+            if copies.total_bytes != job.nbytes:
+                raise PlanError(f"piece {job.piece} has {copies.total_bytes} bytes here, {job.nbytes} were granted")
+            link = self._links.get(job.peer)
+            if link is None:
+                link = self._links[job.peer] = self._transport.connect(job.export)
+            slot = link.slot(job.address, job.nbytes)
+            if slot is not None:
+                self._memory.gather(copies, slot)
+            else:
+                data = np.empty(job.nbytes, np.uint8)
+                self._memory.gather(copies, data)
+                link.write(job.address, job.grant, data, job.timeout_s)
+            return Written(job.transfer, job.peer, job.piece, len(copies.lengths))
+
+        def failed(error: KVFerryError) -> Event:
+            if isinstance(error, TransportError):
+                self._unlink(job.peer)
+            return WriteFailed(job.transfer, job.peer, job.piece, error)
+
+        self._answer(write, failed)
+
+    def _unlink(self, peer: Peer) -> None:
+        link = self._links.pop(peer, None)
+        if link is not None:
+            link.close()
+
+    def _answer(self, work: Callable[[], Event], failed: Callable[[KVFerryError], Event]) -> None:
+        """Every job is answered, whatever happens in it: a slot waits for the answer."""
+        event: Union[Event, None] = None
+        try:
+            event = work()
+        except KVFerryError as error:
+            event = failed(error)
+        except Exception as error:
+            LOG.exception("%s: unexpected error while moving bytes", self._me)
+            event = failed(KVFerryError(f"{type(error).__name__}: {error}"))
+        self._post(event)

@@ -1,0 +1,268 @@
+"""What goes into the session's state machine and what comes out of it. Plain data: no I/O, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Union
+
+from kvferry.errors import KVFerryError, TransferError
+from kvferry.layout.address import Address
+from kvferry.layout.document import Instance
+from kvferry.layout.request import Side, Wanted
+from kvferry.plan.dense import Chunk, DenseCopies
+from kvferry.session.messages import Message, Peer, Piece, Process, Role
+from kvferry.session.registry import Entry
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one side of a finished transfer moved. `copies`: runs gathered or scattered here; `peers`: who with."""
+
+    bytes: int
+    copies: int
+    chunks: int
+    seconds: float
+    peers: tuple[str, ...]
+
+
+# events
+
+
+@dataclass(frozen=True)
+class SendCall:
+    transfer: str
+    groups: dict[str, Wanted]
+    tables: Side
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class ReceiveCall:
+    """`connect_only`: stop after the handshake."""
+
+    transfer: str
+    source: str
+    groups: dict[str, Wanted]
+    tables: Side
+    timeout_s: float
+    connect_only: bool = False
+
+
+@dataclass(frozen=True)
+class AbortCall:
+    role: Role
+    transfer: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Received:
+    sender: Peer
+    recipient: Peer
+    body: Message
+
+
+@dataclass(frozen=True)
+class Found:
+    """Every worker of a ready instance."""
+
+    instance: str
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class NotFound:
+    """The instance is not ready; the shell keeps asking."""
+
+    instance: str
+    problem: str
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """What one source worker sends us: pieces, where each goes, and all target ranks that take from that worker."""
+
+    pieces: tuple[Piece, ...]
+    copies: tuple[DenseCopies, ...]
+    takers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """By source rank."""
+
+    transfer: str
+    shipments: dict[int, Shipment]
+
+
+@dataclass(frozen=True)
+class PrepareFailed:
+    transfer: str
+    error: KVFerryError
+
+
+@dataclass(frozen=True)
+class Written:
+    """A piece lies in the peer's slot."""
+
+    transfer: str
+    peer: Peer
+    piece: int
+    copies: int
+
+
+@dataclass(frozen=True)
+class WriteFailed:
+    transfer: str
+    peer: Peer
+    piece: int
+    error: KVFerryError
+
+
+@dataclass(frozen=True)
+class Scattered:
+    transfer: str
+    peer: Peer
+    piece: int
+
+
+@dataclass(frozen=True)
+class ScatterFailed:
+    transfer: str
+    peer: Peer
+    piece: int
+    error: KVFerryError
+
+
+@dataclass(frozen=True)
+class Died:
+    """The peer's process has ended: witnessed, not guessed."""
+
+    peer: Peer
+
+
+Event = Union[
+    SendCall, ReceiveCall, AbortCall, Received, Found, NotFound, Prepared, PrepareFailed, Written, WriteFailed,
+    Scattered, ScatterFailed, Died,
+]  # fmt: skip
+
+
+# actions
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Ask the registry for `instance` until it is ready or `until_s` (the machine's clock) has passed."""
+
+    instance: str
+    until_s: float
+
+
+@dataclass(frozen=True)
+class Open:
+    """Open the line to a peer."""
+
+    peer: Peer
+    address: str
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Tell when this process ends."""
+
+    peer: Peer
+    process: Process
+
+
+@dataclass(frozen=True)
+class Close:
+    """The peer is gone."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True)
+class Send:
+    peer: Peer
+    body: Message
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Route, cut into pieces and bind to our pages; `key` names the pair of instances, generations included."""
+
+    transfer: str
+    key: tuple[tuple[Peer, ...], tuple[Peer, ...]]
+    source: Instance
+    target: Instance
+    groups: dict[str, Wanted]
+    tables: Side
+
+
+@dataclass(frozen=True)
+class Allow:
+    """Let the transport accept this grant."""
+
+    grant: bytes
+    slot: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Revoke:
+    grant: bytes
+
+
+@dataclass(frozen=True)
+class Write:
+    """Gather a piece from our pages and write it into the peer's slot."""
+
+    transfer: str
+    peer: Peer
+    export: bytes
+    piece: int
+    chunk: Chunk
+    grant: bytes
+    address: Address
+    nbytes: int
+    tables: Side
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class CancelWrites:
+    """Writes of this transfer that have not begun must not begin; each still reports its end."""
+
+    transfer: str
+
+
+@dataclass(frozen=True)
+class Scatter:
+    transfer: str
+    peer: Peer
+    piece: int
+    slot: int
+    nbytes: int
+    copies: DenseCopies
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The transfer's one end on this side: a report, or an error."""
+
+    role: Role
+    transfer: str
+    report: Union[Report, None] = None
+    error: Union[TransferError, None] = field(default=None)
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something for the log: a message was dropped, and why."""
+
+    text: str
+
+
+Action = Union[
+    Note, Lookup, Open, Watch, Close, Send, Prepare, Allow, Revoke, Write, CancelWrites, Scatter, Ended
+]  # fmt: skip

@@ -1,0 +1,156 @@
+"""The state machine of one endpoint. Pure: events and the time go in, actions come out; no I/O, threads or clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvferry.layout.address import Address
+from kvferry.session.core import ATTEMPT, Core
+from kvferry.session.events import (
+    AbortCall,
+    Action,
+    Died,
+    Event,
+    Found,
+    NotFound,
+    Prepared,
+    PrepareFailed,
+    ReceiveCall,
+    Received,
+    Scattered,
+    ScatterFailed,
+    SendCall,
+    WriteFailed,
+    Written,
+)
+from kvferry.session.messages import (
+    Abort,
+    AbortAck,
+    Card,
+    ChunkDone,
+    Commit,
+    Complete,
+    Grants,
+    Hello,
+    Landed,
+    Offer,
+    Peer,
+    Ready,
+    Welcome,
+)
+from kvferry.session.source import Sources
+from kvferry.session.target import Targets
+
+
+class Machine:
+    """`handle` and `tick` take the time in seconds of any monotonic clock, and return what to do, in order."""
+
+    def __init__(
+        self, me: Peer, card: Card, slots: int, slot_address: Callable[[int], Address], draw_grant: Callable[[], bytes]
+    ) -> None:
+        self.core = Core(me, card, slots, slot_address, draw_grant)
+        self.targets = Targets(self.core)
+        self.sources = Sources(self.core)
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        self.core.now = now
+        if isinstance(event, Received):
+            self._message(event)
+        elif isinstance(event, SendCall):
+            self.sources.call(event)
+        elif isinstance(event, ReceiveCall):
+            self.targets.call(event)
+        elif isinstance(event, AbortCall):
+            self._abort(event)
+        elif isinstance(event, Found):
+            self.targets.found(event)
+        elif isinstance(event, NotFound):
+            self.targets.not_found(event)
+        elif isinstance(event, Prepared):
+            self.targets.prepared(event)
+        elif isinstance(event, PrepareFailed):
+            self.targets.prepare_failed(event)
+        elif isinstance(event, (Written, WriteFailed)):
+            self.sources.written(event)
+        elif isinstance(event, (Scattered, ScatterFailed)):
+            self.targets.scattered(event)
+        elif isinstance(event, Died):
+            self._died(event.peer)
+        return self.tick(now)
+
+    def close(self, now: float) -> list[Action]:
+        """End every transfer; our peers are told."""
+        self.core.now = now
+        for t in list(self.targets.running.values()):
+            self.targets.fail(t, "aborted", "the endpoint was closed", None)
+        for transfer in list(self.sources.running):
+            self.sources.fail(transfer, "aborted", "the endpoint was closed", None)
+        return self.tick(now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Deadlines and repeats."""
+        self.core.now = now
+        self.targets.tick()
+        self.sources.tick()
+        self.core.tick()
+        self.targets.pump()
+        actions, self.core.out = self.core.out, []
+        return actions
+
+    def next_s(self) -> float:
+        """When `tick` has something to do at the latest; infinity when only an event can bring work."""
+        return min(self.core.next_s(), self.targets.next_s(), self.sources.next_s())
+
+    def stats(self) -> dict[str, int]:
+        counts = {
+            "transfers_receiving": len(self.targets.running) + len(self.targets.ending),
+            "transfers_sending": sum(1 for o in self.sources.running.values() if o.call is not None),
+            "offers_waiting": sum(1 for o in self.sources.running.values() if o.call is None),
+            "peers": len(self.core.known),
+            "refused_messages": 0,
+        }
+        return counts | self.core.ledger.counts() | dict(self.core.counters)
+
+    def _message(self, event: Received) -> None:
+        core, peer, body = self.core, event.sender, event.body
+        if event.recipient != core.me:
+            return core.refuse("message for another worker or an earlier start")
+        if isinstance(body, (Hello, Welcome)):
+            new = core.on_hello(peer, body) if isinstance(body, Hello) else core.on_welcome(peer, body)
+            if new or peer in core.problems:
+                self.targets.handshaken(peer)
+            return
+        if peer not in core.known:
+            return core.refuse("message from an unknown peer")
+        if body.attempt != ATTEMPT:
+            return core.refuse("message of another attempt")
+        if isinstance(body, Offer):
+            self.sources.on_offer(peer, body)
+        elif isinstance(body, Ready):
+            self.targets.on_ready(peer, body)
+        elif isinstance(body, Grants):
+            self.sources.on_grants(peer, body)
+        elif isinstance(body, ChunkDone):
+            self.targets.on_chunk_done(peer, body)
+        elif isinstance(body, Landed):
+            self.targets.on_landed(peer, body)
+        elif isinstance(body, Commit):
+            self.targets.on_commit(peer, body)
+        elif isinstance(body, Complete):
+            self.sources.on_complete(peer, body)
+        elif isinstance(body, Abort):
+            self.sources.on_abort(peer, body) if body.role == "source" else self.targets.on_abort(peer, body)
+        elif isinstance(body, AbortAck):
+            core.on_abort_ack(peer, body)
+
+    def _abort(self, event: AbortCall) -> None:
+        reason = event.reason or "aborted by this side's caller"
+        if event.role == "target" and event.transfer in self.targets.running:
+            self.targets.fail(self.targets.running[event.transfer], "aborted", reason, None)
+        elif event.role == "source" and event.transfer in self.sources.running:
+            self.sources.fail(event.transfer, "aborted", reason, None)
+
+    def _died(self, peer: Peer) -> None:
+        self.core.forget(peer)
+        self.targets.died(peer)
+        self.sources.died(peer)

@@ -1,0 +1,104 @@
+"""Before a byte moves: which pieces come from which source worker and where each goes, proved for our own pages."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from math import prod
+
+import numpy as np
+
+from kvferry.errors import PlanError, ProofError
+from kvferry.layout.address import join
+from kvferry.layout.document import Group, Instance, Worker
+from kvferry.layout.request import Wanted
+from kvferry.plan.bind import token_runs
+from kvferry.plan.dense import DenseCopies, chunk_bytes, dense_copies, split
+from kvferry.plan.prove import prove_disjoint
+from kvferry.plan.route import Route, route, shared_groups
+from kvferry.session.events import Prepare, Prepared, Shipment
+from kvferry.session.messages import Piece
+
+CACHED_PAIRS = 64
+
+
+class Preparer:
+    """Prepares transfers for one target rank; routes are kept per pair of instances (and generations)."""
+
+    def __init__(self, rank: int, slot_bytes: int) -> None:
+        self._rank, self._slot_bytes = rank, slot_bytes
+        self._routes: dict[Hashable, dict[int, tuple[Route, ...]]] = {}
+
+    def prepare(self, order: Prepare) -> Prepared:
+        """PlanError (or ProofError) where the wanted cells can't each be written exactly once."""
+        routes = self._routes.get(order.key)
+        if routes is None:
+            routes = {worker.rank: route(order.source, order.target, worker.rank) for worker in order.target.workers}
+            if len(self._routes) >= CACHED_PAIRS:
+                del self._routes[next(iter(self._routes))]
+            self._routes[order.key] = routes
+        check_wanted(order.source, order.target, order.groups)
+        worker = order.target.worker(self._rank)
+        pieces: dict[int, list[Piece]] = {}
+        copies: dict[int, list[DenseCopies]] = {}
+        for step in routes[self._rank]:
+            group = order.target.group(step.box.group)
+            wanted = order.groups.get(group.name)
+            for chunk in split(group, step.box, wanted.token_range, self._slot_bytes) if wanted else ():
+                pieces.setdefault(step.source, []).append(Piece(chunk, chunk_bytes(group, chunk)))
+                copies.setdefault(step.source, []).append(dense_copies(worker, group, chunk, order.tables))
+        _prove(worker, order.target, order.groups, [c for some in copies.values() for c in some])
+        shipments = {
+            source: Shipment(tuple(pieces.get(source, ())), tuple(copies.get(source, ())), ranks)
+            for source, ranks in takers(routes, [worker.rank for worker in order.source.workers]).items()
+            if self._rank in ranks
+        }
+        return Prepared(order.transfer, shipments)
+
+
+def takers(routes: dict[int, tuple[Route, ...]], sources: list[int]) -> dict[int, tuple[int, ...]]:
+    """Which target ranks send an offer to each source rank. A source that nobody takes from gets an empty offer from
+    one rank, so that it ends with the others.
+    """
+    ranks = sorted(routes)
+    found = {
+        source: tuple(t for t in ranks if any(step.source == source for step in routes[t]))
+        for source in sorted(sources)
+    }
+    return {source: some or (ranks[source % len(ranks)],) for source, some in found.items()}
+
+
+def check_wanted(source: Instance, target: Instance, groups: dict[str, Wanted]) -> None:
+    """The call names every group that both sides have, in that group's way."""
+    shared = {group.name: group for group in shared_groups(source, target)}
+    for name, group in shared.items():
+        if name not in groups and not group.optional:
+            raise PlanError(f"group {name}: receive() doesn't name it; name it with tokens (0, 0) to move none of it")
+    for name, wanted in groups.items():
+        if name not in shared:
+            raise PlanError(f"group {name}: receive() names it, but not both sides have it")
+        if (wanted.tokens is None) != (shared[name].growth == "state"):
+            needs = "a position" if shared[name].growth == "state" else "tokens"
+            raise PlanError(f"group {name}: it grows by {shared[name].growth}, so receive() must give {needs}")
+        start, stop = wanted.token_range
+        if not 0 <= start <= stop:
+            raise PlanError(f"group {name}: tokens must be 0 ≤ start ≤ stop, got [{start}, {stop})")
+
+
+def _prove(worker: Worker, target: Instance, groups: dict[str, Wanted], copies: list[DenseCopies]) -> None:
+    """All that this worker owns of the wanted tokens arrives, and no byte twice: so each exactly once."""
+    owed = sum(_owned_bytes(worker, target.group(name), wanted.token_range) for name, wanted in groups.items())
+    moved = sum(c.total_bytes for c in copies)
+    if owed != moved:
+        raise ProofError(f"target worker {worker.rank} wants {owed} bytes, the routes bring {moved}")
+    lengths = np.concatenate([np.empty(0, np.uint64), *(c.lengths for c in copies)])
+    prove_disjoint(join([c.addresses for c in copies]), lengths, f"target worker {worker.rank}")
+
+
+def _owned_bytes(worker: Worker, group: Group, tokens: tuple[int, int]) -> int:
+    total = 0
+    for pool in worker.pools:
+        if pool.group == group.name:
+            cells = prod(sum(b - a for a, b in pool.segments(axis, extent)) for axis, extent in group.axes.items())
+            count = int(token_runs(tokens, [pool.cycle])[1].sum())
+            total += cells * count * len(pool.buffers) * group.item_bytes
+    return total

@@ -1,0 +1,223 @@
+"""Rendezvous: where the workers of an instance are. Entries expire unless they are renewed.
+
+A restarted registry is empty and is refilled by the workers' renewals. An instance is ready when every rank
+0 … world-1 is there.
+"""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Annotated, Any
+from urllib.parse import quote, unquote, urlsplit
+
+import msgspec
+
+from kvferry.errors import DocumentError, RegistryError
+from kvferry.layout.document import Struct, decode_json, encode_json
+from kvferry.session.messages import PROTOCOL
+
+MAX_BODY_BYTES = 64 << 10
+MAX_ENTRIES = 65_536
+_PREFIX = "/v1/instances/"
+
+
+class Entry(Struct, frozen=True):
+    """One worker. A larger generation is a later start of the same rank."""
+
+    instance: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    generation: Annotated[int, msgspec.Meta(ge=0)]
+    rank: Annotated[int, msgspec.Meta(ge=0)]
+    world: Annotated[int, msgspec.Meta(ge=1, le=65_536)]
+    address: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    protocol: int = PROTOCOL
+
+
+class _Put(Struct, frozen=True):
+    entry: Entry
+    ttl_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+
+
+class View(Struct, frozen=True):
+    """What the registry knows of an instance: living workers by rank, and what is missing, empty when it is ready."""
+
+    workers: tuple[Entry, ...]
+    missing: str
+
+    @property
+    def ready(self) -> bool:
+        return not self.missing
+
+
+class Directory:
+    """The registry's state: entries by (instance, rank), so the same rank twice counts once. Time is passed in."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[str, int], tuple[Entry, float]] = {}
+
+    def put(self, entry: Entry, ttl_s: float, now: float) -> None:
+        """RegistryError where a later start of this rank is alive, or the rank is outside its world."""
+        if entry.rank >= entry.world:
+            raise RegistryError(f"instance {entry.instance!r}: rank {entry.rank} is outside its world of {entry.world}")
+        self._expire(now)
+        old = self._entries.get((entry.instance, entry.rank))
+        if old is not None and old[0].generation > entry.generation:
+            newer = old[0].generation
+            raise RegistryError(
+                f"instance {entry.instance!r} rank {entry.rank}: generation {entry.generation} is superseded by {newer}"
+            )
+        if old is None and len(self._entries) >= MAX_ENTRIES:
+            raise RegistryError(f"the registry is full with {MAX_ENTRIES} entries")
+        self._entries[entry.instance, entry.rank] = (entry, now + ttl_s)
+
+    def delete(self, instance: str, rank: int, generation: int) -> None:
+        old = self._entries.get((instance, rank))
+        if old is not None and old[0].generation == generation:
+            del self._entries[instance, rank]
+
+    def view(self, instance: str, now: float) -> View:
+        self._expire(now)
+        found = sorted((e for e, _ in self._entries.values() if e.instance == instance), key=lambda e: e.rank)
+        if not found:
+            return View((), f"instance {instance!r} has no registered worker")
+        # after a restart with another world, what is left of the old one has to go unnoticed
+        world = max(found, key=lambda entry: entry.generation).world
+        found = [entry for entry in found if entry.world == world]
+        absent = sorted(set(range(world)) - {entry.rank for entry in found})
+        ranks = ", ".join(map(str, absent[:8]))
+        return View(tuple(found), f"instance {instance!r} misses rank(s) {ranks} of {world}" if absent else "")
+
+    def _expire(self, now: float) -> None:
+        for key in [key for key, (_, end) in self._entries.items() if end <= now]:
+            del self._entries[key]
+
+
+class RegistryServer:
+    """An embedded registry on loopback. Use as a context manager or call `close`."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        require_loopback(host)
+        directory, lock = Directory(), threading.Lock()
+
+        class Handler(_Handler):
+            def act(self, call: Callable[[Directory, float], Any]) -> Any:
+                with lock:
+                    return call(directory, clock())
+
+        self._server = ThreadingHTTPServer((host, port), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://{host}:{self._server.server_address[1]}"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="kvferry-registry", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def __enter__(self) -> RegistryServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """PUT /v1/instances/NAME, GET /v1/instances/NAME, DELETE /v1/instances/NAME/RANK/GENERATION; JSON bodies."""
+
+    timeout = 10.0
+
+    def act(self, call: Callable[[Directory, float], Any]) -> Any:
+        raise NotImplementedError
+
+    def do_PUT(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            return self._reply(413, {"error": f"a body of at most {MAX_BODY_BYTES} bytes is expected"})
+        try:
+            put = decode_json(self.rfile.read(int(length)), _Put)
+            self.act(lambda directory, now: directory.put(put.entry, put.ttl_s, now))
+        except (DocumentError, RegistryError) as error:
+            return self._reply(409 if isinstance(error, RegistryError) else 400, {"error": str(error)})
+        self._reply(200, {})
+
+    def do_GET(self) -> None:
+        names = self._names()
+        if len(names) != 1:
+            return self._reply(404, {"error": "no such resource"})
+        self._reply(200, self.act(lambda directory, now: directory.view(names[0], now)))
+
+    def do_DELETE(self) -> None:
+        names = self._names()
+        if len(names) != 3 or not (names[1].isdecimal() and names[2].isdecimal()):
+            return self._reply(404, {"error": "no such resource"})
+        self.act(lambda directory, _: directory.delete(names[0], int(names[1]), int(names[2])))
+        self._reply(200, {})
+
+    def _names(self) -> list[str]:
+        return [unquote(n) for n in self.path[len(_PREFIX) :].split("/")] if self.path.startswith(_PREFIX) else []
+
+    def _reply(self, status: int, document: object) -> None:
+        body = encode_json(document)
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """One line per renewal would drown everything else."""
+
+
+class Registry:
+    """Client. Every call opens its own connection, so it may be used from any thread."""
+
+    def __init__(self, url: str, timeout_s: float = 2.0) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname or not parts.port:
+            raise RegistryError(f"registry: expected a URL such as http://127.0.0.1:7000, got {url!r}")
+        self.url, self._host, self._port, self._timeout_s = url, parts.hostname, parts.port, timeout_s
+
+    def put(self, entry: Entry, ttl_s: float) -> None:
+        self._call("PUT", _PREFIX + quote(entry.instance, safe=""), encode_json(_Put(entry, ttl_s)))
+
+    def instance(self, name: str) -> View:
+        data = self._call("GET", _PREFIX + quote(name, safe=""), None)
+        try:
+            view = decode_json(data, View)
+        except DocumentError as error:
+            raise RegistryError(f"registry {self.url}: unreadable answer: {error}") from None
+        # checked again here, so that a wrong registry can't make half an instance look whole
+        if view.ready and [e.rank for e in view.workers] != list(range(view.workers[0].world if view.workers else -1)):
+            raise RegistryError(f"registry {self.url}: says {name!r} is ready but its ranks are not 0 … world-1")
+        return view
+
+    def delete(self, entry: Entry) -> None:
+        self._call("DELETE", f"{_PREFIX}{quote(entry.instance, safe='')}/{entry.rank}/{entry.generation}", None)
+
+    def _call(self, method: str, path: str, body: bytes | None) -> bytes:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        try:
+            connection.request(method, path, body)
+            response = connection.getresponse()
+            data = response.read(MAX_ENTRIES * 1024)
+        except (OSError, http.client.HTTPException) as error:
+            raise RegistryError(f"registry {self.url}: {error or type(error).__name__}") from None
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise RegistryError(f"registry {self.url}: {response.status}: {data[:400].decode(errors='replace')}")
+        return data
+
+
+def require_loopback(host: str) -> None:
+    """Without keys only loopback may be bound."""
+    if host not in ("127.0.0.1", "localhost"):
+        raise RegistryError(
+            f"host {host!r}: only loopback (127.0.0.1) can be bound, this version has no keys against strangers"
+        )

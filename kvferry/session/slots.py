@@ -1,0 +1,76 @@
+"""Who holds which landing slot. A slot is reused only when nobody can still write into it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from kvferry.session.messages import Peer
+
+
+@dataclass(frozen=True)
+class Lease:
+    """One granted slot."""
+
+    slot: int
+    transfer: str
+    peer: Peer
+    piece: int
+    grant: bytes
+    nbytes: int
+
+
+class Ledger:
+    """Slots are free, leased (a peer may write, or we are scattering) or in quarantine (a peer's writer is in doubt).
+
+    No peer holds more than half of the slots, so a slow one leaves room for the others.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.total = slots
+        self._free = list(range(slots))[::-1]
+        self._leases: dict[bytes, Lease] = {}
+        self._doubt: dict[tuple[str, Peer], list[int]] = {}
+        self._per_peer: Counter[Peer] = Counter()
+        self._cap = max(1, slots // 2)
+
+    def take(self, transfer: str, peer: Peer, piece: int, nbytes: int, grant: bytes) -> Lease | None:
+        """A lease on a free slot; None where there is none for this peer now."""
+        if not self._free or self._per_peer[peer] >= self._cap:
+            return None
+        lease = Lease(self._free.pop(), transfer, peer, piece, grant, nbytes)
+        self._leases[grant] = lease
+        self._per_peer[peer] += 1
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        del self._leases[lease.grant]
+        self._give_back(lease.slot, lease.peer)
+
+    def quarantine(self, lease: Lease) -> None:
+        """The lease ends but its writer may still run."""
+        del self._leases[lease.grant]
+        self._doubt.setdefault((lease.transfer, lease.peer), []).append(lease.slot)
+
+    def clear(self, transfer: str, peer: Peer) -> None:
+        """The peer's writers of this transfer have ended, for certain."""
+        for slot in self._doubt.pop((transfer, peer), []):
+            self._give_back(slot, peer)
+
+    def clear_dead(self, peer: Peer) -> None:
+        """The peer's process has ended, for certain."""
+        for transfer, owner in [key for key in self._doubt if key[1] == peer]:
+            self.clear(transfer, owner)
+
+    def in_doubt(self, transfer: str, peer: Peer) -> bool:
+        return (transfer, peer) in self._doubt
+
+    def counts(self) -> dict[str, int]:
+        doubt = sum(map(len, self._doubt.values()))
+        return {"slots_free": len(self._free), "slots_used": len(self._leases), "slots_quarantined": doubt}
+
+    def _give_back(self, slot: int, peer: Peer) -> None:
+        self._free.append(slot)
+        self._per_peer[peer] -= 1
+        if not self._per_peer[peer]:
+            del self._per_peer[peer]

@@ -1,0 +1,265 @@
+"""The source's half of the state machine: it matches offers with what was sent and writes where it was granted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from kvferry.errors import Where
+from kvferry.layout.document import Instance
+from kvferry.plan.dense import chunk_bytes
+from kvferry.session.core import ATTEMPT, EARLY_LIMIT, Core, Memory, failure, kind_of
+from kvferry.session.events import CancelWrites, Ended, Report, SendCall, Write, WriteFailed, Written
+from kvferry.session.messages import (
+    Abort,
+    AbortAck,
+    ChunkDone,
+    Complete,
+    FailureKind,
+    Grants,
+    Offer,
+    Peer,
+    Piece,
+    Ready,
+)
+
+
+@dataclass
+class Taker:
+    """One target worker that wants something from us."""
+
+    offer: Offer
+    grants: dict[int, bytes] = field(default_factory=dict)
+    written: int = 0
+    complete: bool = False
+
+
+@dataclass
+class Outgoing:
+    call: SendCall | None  # None while only the offer is here
+    started_s: float
+    deadline_s: float
+    takers: dict[Peer, Taker] = field(default_factory=dict)
+    phase: str = "matching"
+    bytes: int = 0
+    copies: int = 0
+    chunks: int = 0
+
+
+class Sources:
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.running: dict[str, Outgoing] = {}
+        self._past = Memory()
+        self._writing: dict[tuple[str, Peer], set[int]] = {}  # also of transfers that have ended
+        self._acks_owed: set[tuple[str, Peer]] = set()
+
+    # matching
+
+    def call(self, call: SendCall) -> None:
+        now = self._core.now
+        o = self.running.setdefault(call.transfer, Outgoing(None, now, now))
+        o.call, o.started_s, o.deadline_s = call, now, now + call.timeout_s
+        if call.transfer in self._past:
+            past = self._past[call.transfer] or ("refused", "this transfer id has been used before; ids are unique")
+            return self.fail(call.transfer, past[0], past[1], None)
+        for peer in list(o.takers):
+            if call.transfer in self.running:
+                self._match(call.transfer, peer)
+
+    def on_offer(self, peer: Peer, offer: Offer) -> None:
+        core, transfer, now = self._core, offer.transfer, self._core.now
+        if transfer in self._past:
+            past = self._past[transfer]
+            if past is None:
+                return core.refuse("offer for a finished transfer")
+            return core.abort(peer, "target", transfer, past[0], past[1])
+        o = self.running.get(transfer)
+        if o is not None and peer in o.takers:
+            return core.refuse("offer twice")
+        if o is None:
+            if sum(1 for other in self.running.values() if other.call is None) >= EARLY_LIMIT:
+                return core.abort(
+                    peer, "target", transfer, "refused", f"{EARLY_LIMIT} offers wait for a send() already"
+                )
+            o = self.running[transfer] = Outgoing(None, now, now + offer.timeout_s)
+        problem = _taker_problem(o, peer, offer)
+        if problem:
+            return core.abort(peer, "target", transfer, "refused", problem)
+        o.takers[peer] = Taker(offer)
+        if o.call is not None:
+            self._match(transfer, peer)
+
+    def _match(self, transfer: str, peer: Peer) -> None:
+        o = self.running[transfer]
+        if o.call is None:
+            return
+        problem = offer_problem(self._core.card.instance, o.call, o.takers[peer].offer)
+        if problem:
+            return self.fail(transfer, "refused", problem, peer)
+        self._core.send(peer, Ready(transfer, ATTEMPT))
+
+    # moving
+
+    def on_grants(self, peer: Peer, body: Grants) -> None:
+        o = self.running.get(body.transfer)
+        if o is None or o.call is None or peer not in o.takers:
+            return self._core.refuse("grants for no transfer of this peer")
+        taker, core = o.takers[peer], self._core
+        for grant in body.grants:
+            if grant.piece >= len(taker.offer.pieces) or taker.offer.pieces[grant.piece].bytes != grant.bytes:
+                core.refuse("grant that does not fit its piece")
+                continue
+            if grant.piece in taker.grants:
+                core.refuse("grant twice")
+                continue
+            o.phase = "moving"
+            taker.grants[grant.piece] = grant.grant
+            self._writing.setdefault((body.transfer, peer), set()).add(grant.piece)
+            chunk, export = taker.offer.pieces[grant.piece].chunk, core.known[peer].export
+            where = (grant.piece, chunk, grant.grant, grant.address, grant.bytes)
+            left_s = max(0.001, o.deadline_s - core.now)
+            core.out.append(Write(body.transfer, peer, export, *where, o.call.tables, left_s))
+
+    def written(self, event: Written | WriteFailed) -> None:
+        key = (event.transfer, event.peer)
+        self._writing[key].discard(event.piece)
+        if not self._writing[key]:
+            del self._writing[key]
+        o = self.running.get(event.transfer)
+        if o is not None and event.peer in o.takers:
+            if isinstance(event, WriteFailed):
+                self.fail(event.transfer, kind_of(event.error), str(event.error), event.peer, event.error)
+            else:
+                self._count(o, event)
+        self._acknowledge(*key)
+
+    def _count(self, o: Outgoing, event: Written) -> None:
+        taker = o.takers[event.peer]
+        nbytes = taker.offer.pieces[event.piece].bytes
+        taker.written += 1
+        o.bytes += nbytes
+        o.copies += event.copies
+        o.chunks += 1
+        done = ChunkDone(event.transfer, ATTEMPT, event.piece, taker.grants[event.piece], nbytes)
+        self._core.send(event.peer, done)
+        if all(t.written == len(t.offer.pieces) for t in o.takers.values()):
+            o.phase = "committing"
+
+    # the end
+
+    def on_complete(self, peer: Peer, body: Complete) -> None:
+        o = self.running.get(body.transfer)
+        taker = o.takers.get(peer) if o is not None else None
+        if o is None or o.call is None or taker is None or taker.written != len(taker.offer.pieces):
+            return self._core.refuse("complete for no finished part")
+        taker.complete = True
+        if {p.rank for p, t in o.takers.items() if t.complete} != set(taker.offer.takers):
+            return
+        peers = tuple(str(p) for p, t in o.takers.items() if t.written)
+        report = Report(o.bytes, o.copies, o.chunks, self._core.now - o.started_s, peers)
+        del self.running[body.transfer]
+        self._past.add(body.transfer, None)
+        self._core.out.append(Ended("source", body.transfer, report=report))
+
+    def on_abort(self, peer: Peer, body: Abort) -> None:
+        """Acknowledged only when no write of ours to this peer is under way."""
+        key = (body.transfer, peer)
+        o = self.running.get(body.transfer)
+        if o is not None and (not o.takers or any(peer.instance == taker.instance for taker in o.takers)):
+            self.fail(body.transfer, body.kind, body.reason, peer)
+        elif o is None and body.transfer not in self._past:
+            self._past.add(body.transfer, (body.kind, body.reason))
+        self._acks_owed.add(key)
+        self._acknowledge(*key)
+
+    def _acknowledge(self, transfer: str, peer: Peer) -> None:
+        key = (transfer, peer)
+        if key in self._acks_owed and key not in self._writing:
+            self._acks_owed.discard(key)
+            self._core.send(peer, AbortAck(transfer, ATTEMPT, "source"))
+
+    def fail(
+        self, transfer: str, kind: FailureKind, problem: str, peer: Peer | None, cause: BaseException | None = None
+    ) -> None:
+        core = self._core
+        o = self.running.pop(transfer)
+        where = Where(transfer, str(peer) if peer else "", o.phase, core.now - o.started_s)
+        if transfer not in self._past:
+            self._past.add(transfer, (kind, problem))
+        for taker in o.takers:
+            if taker in core.known:
+                core.abort(taker, "target", transfer, kind, problem)
+        if any(key[0] == transfer for key in self._writing):
+            core.out.append(CancelWrites(transfer))
+        if o.call is not None:
+            core.out.append(Ended("source", transfer, error=failure(kind, where, problem, cause)))
+
+    def died(self, peer: Peer) -> None:
+        self._acks_owed = {key for key in self._acks_owed if key[1] != peer}
+        for transfer, o in list(self.running.items()):
+            if peer in o.takers and not o.takers[peer].complete:
+                self.fail(transfer, "lost", "the peer's process has ended", peer)
+
+    def tick(self) -> None:
+        now = self._core.now
+        for transfer, o in [(key, o) for key, o in self.running.items() if o.deadline_s <= now]:
+            waiting = next((peer for peer, taker in o.takers.items() if not taker.complete), None)
+            span_s = o.deadline_s - o.started_s
+            detail = "no target has made an offer" if not o.takers else f"still waiting for {waiting or 'other takers'}"
+            self.fail(transfer, "timeout", f"the deadline of {span_s:g} s has passed; {detail}", waiting)
+
+    def next_s(self) -> float:
+        return min((o.deadline_s for o in self.running.values()), default=math.inf)
+
+
+def _taker_problem(o: Outgoing, peer: Peer, offer: Offer) -> str:
+    if peer.rank not in offer.takers:
+        return f"target rank {peer.rank} offers but is not among its own takers {offer.takers}"
+    for other, taker in o.takers.items():
+        if other.instance != peer.instance:
+            return f"instance {other.instance!r} takes this transfer already; ids are unique"
+        if other.rank == peer.rank:
+            return f"target rank {peer.rank} offers twice, as generation {other.generation} and {peer.generation}"
+        if taker.offer.takers != offer.takers:
+            return f"target ranks disagree on who takes from us: {taker.offer.takers} and {offer.takers}"
+    return ""
+
+
+def offer_problem(instance: Instance, call: SendCall, offer: Offer) -> str:
+    """Why what is asked is not covered by what was sent, or nothing. Gathering proves that we own the cells."""
+    groups = {group.name: group for group in instance.groups}
+    for name, wanted in offer.groups.items():
+        sent = call.groups.get(name)
+        if sent is None:
+            return f"group {name}: the target asks for it, send() did not name it"
+        if sent.position != wanted.position:
+            return f"group {name}: the target asks for position {wanted.position}, send() has {sent.position}"
+        if wanted.tokens is not None and not _inside(wanted.token_range, sent.tokens):
+            return (
+                f"group {name}: the target asks for tokens {list(wanted.tokens)}, send() has {list(sent.tokens or ())}"
+            )
+    for index, piece in enumerate(offer.pieces):
+        problem = _piece_problem(piece, offer)
+        group = groups.get(piece.chunk.box.group)
+        if problem or group is None or set(piece.chunk.box.axes) != set(group.axes):
+            return f"piece {index}: {problem or 'no such group or axes'}"
+        if chunk_bytes(group, piece.chunk) != piece.bytes:
+            return f"piece {index}: the target counts {piece.bytes} bytes, we count {chunk_bytes(group, piece.chunk)}"
+    return ""
+
+
+def _piece_problem(piece: Piece, offer: Offer) -> str:
+    wanted = offer.groups.get(piece.chunk.box.group)
+    if wanted is None:
+        return f"group {piece.chunk.box.group!r} is not among the groups of its own offer"
+    if not _inside(piece.chunk.tokens, wanted.token_range):
+        return f"tokens {list(piece.chunk.tokens)} are outside the offer's own {list(wanted.token_range)}"
+    if any(size < 1 or block < 1 for _, size, block in piece.chunk.box.cycles):
+        return "its token cycles are not positive"
+    return ""
+
+
+def _inside(inner: tuple[int, int], outer: tuple[int, int] | None) -> bool:
+    start, stop = inner
+    return 0 <= start <= stop and (start == stop or (outer is not None and outer[0] <= start and stop <= outer[1]))

@@ -1,0 +1,391 @@
+"""The target's half of the state machine: it routes, offers, grants slots, checks what lands, scatters, and commits."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvferry.errors import IncompatibleError, Where
+from kvferry.plan.route import check_compatible
+from kvferry.session.core import ATTEMPT, EARLY_LIMIT, Core, Memory, failure, kind_of
+from kvferry.session.events import (
+    Allow,
+    Ended,
+    Found,
+    Lookup,
+    NotFound,
+    Prepare,
+    Prepared,
+    PrepareFailed,
+    ReceiveCall,
+    Report,
+    Revoke,
+    Scatter,
+    Scattered,
+    ScatterFailed,
+    Shipment,
+)
+from kvferry.session.messages import (
+    Abort,
+    AbortAck,
+    ChunkDone,
+    Commit,
+    Complete,
+    FailureKind,
+    Grant,
+    Grants,
+    Landed,
+    Offer,
+    Peer,
+    Ready,
+)
+from kvferry.session.registry import Entry
+from kvferry.session.slots import Lease
+
+EARLY_KEEP_S = 600.0
+
+
+@dataclass
+class Flow:
+    """What one source worker brings."""
+
+    shipment: Shipment
+    waiting: deque[int]  # pieces without a slot yet
+    granted: dict[int, Lease] = field(default_factory=dict)
+    ready: bool = False
+    landed: int = 0
+
+    @property
+    def done(self) -> bool:
+        return self.ready and self.landed == len(self.shipment.pieces)
+
+
+@dataclass
+class Incoming:
+    call: ReceiveCall
+    started_s: float
+    deadline_s: float
+    phase: str = "preparing"
+    found: dict[str, tuple[Entry, ...]] = field(default_factory=dict)
+    problem: str = ""
+    sources: tuple[Peer, ...] = ()
+    ranks: tuple[Peer, ...] = ()  # of our own instance, us included
+    planning: bool = False
+    flows: dict[Peer, Flow] = field(default_factory=dict)
+    landed: set[Peer] = field(default_factory=set)  # the leader's list
+    scattering: dict[tuple[Peer, int], Lease] = field(default_factory=dict)
+    error: Ended | None = None
+    bytes: int = 0
+    copies: int = 0
+
+
+class Targets:
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.running: dict[str, Incoming] = {}
+        self.ending: dict[str, Incoming] = {}  # failed, but a scatter into the caller's pages still runs
+        self._past = Memory()
+        self._early: dict[str, tuple[set[Peer], float]] = {}  # Landed before our own receive()
+        self._turns: deque[tuple[str, Peer]] = deque()
+
+    # the call, rendezvous, handshake, plan
+
+    def call(self, call: ReceiveCall) -> None:
+        core = self._core
+        t = Incoming(call, core.now, core.now + call.timeout_s)
+        if call.transfer in self._past:
+            past = self._past[call.transfer] or ("refused", "this transfer id has been used before; ids are unique")
+            return self._end(t, Ended("target", call.transfer, error=failure(past[0], self._where(t, ""), past[1])))
+        self.running[call.transfer] = t
+        names = {call.source} if call.connect_only else {call.source, core.me.instance}
+        core.out += [Lookup(name, t.deadline_s) for name in sorted(names)]
+        t.problem = f"the registry has not answered about {call.source!r}"
+
+    def found(self, event: Found) -> None:
+        for t in list(self.running.values()):
+            if t.phase == "preparing" and not t.planning and event.instance in (t.call.source, self._core.me.instance):
+                t.found.setdefault(event.instance, event.entries)
+                self.advance(t)
+
+    def not_found(self, event: NotFound) -> None:
+        for t in self.running.values():
+            if t.phase == "preparing" and event.instance not in t.found:
+                t.problem = event.problem
+
+    def handshaken(self, peer: Peer) -> None:
+        """A handshake with `peer` has ended, well or badly."""
+        for t in list(self.running.values()):
+            if t.phase == "preparing" and (peer in t.sources or peer in t.ranks):
+                self.advance(t)
+
+    def advance(self, t: Incoming) -> None:
+        """Go on as far as what is known allows: registry → handshakes → plan."""
+        core, call = self._core, t.call
+        source = t.found.get(call.source)
+        own: tuple[Entry, ...] | None = () if call.connect_only else t.found.get(core.me.instance)
+        if source is None or own is None or t.planning:
+            return
+        if not call.connect_only and core.me not in _peers(own):
+            t.problem = f"the registry does not list this worker, {core.me}; was it superseded by a later start?"
+            del t.found[core.me.instance]
+            core.out.append(Lookup(core.me.instance, t.deadline_s))
+            return
+        t.sources, t.ranks = _peers(source), _peers(own)
+        absent = []
+        for peer, entry in zip(t.sources + t.ranks, (*source, *own)):
+            if peer in core.known or peer == core.me:
+                continue
+            if peer in core.problems:
+                return self.fail(t, "refused", core.problems.pop(peer), peer)
+            core.hello(peer, entry.address, t.deadline_s)
+            absent.append(str(peer))
+        t.problem = f"no answer to our hello from {', '.join(absent[:4])}"
+        if not absent:
+            self._compare(t)
+
+    def _compare(self, t: Incoming) -> None:
+        core = self._core
+        try:
+            source = core.instance(t.sources)
+            target = core.instance(t.ranks or (core.me,))
+            check_compatible(source, target)
+        except IncompatibleError as error:
+            return self.fail(t, "refused", str(error), None, error)
+        if t.call.connect_only:
+            return self._finish(t)
+        t.planning = True
+        core.out.append(Prepare(t.call.transfer, (t.sources, t.ranks), source, target, t.call.groups, t.call.tables))
+
+    def prepared(self, event: Prepared) -> None:
+        t = self.running.get(event.transfer)
+        if t is None:
+            return
+        t.phase = "matching"
+        left_s = max(0.0, t.deadline_s - self._core.now)
+        for peer in t.sources:
+            shipment = event.shipments.get(peer.rank)
+            if shipment is not None:
+                t.flows[peer] = Flow(shipment, deque(range(len(shipment.pieces))))
+                offer = Offer(t.call.transfer, ATTEMPT, t.call.groups, shipment.pieces, shipment.takers, left_s)
+                self._core.send(peer, offer)
+        early = self._early.pop(t.call.transfer, None)
+        t.landed |= {peer for peer in early[0] if peer in t.ranks} if early else set()
+        self._progress(t)
+
+    def prepare_failed(self, event: PrepareFailed) -> None:
+        t = self.running.get(event.transfer)
+        if t is not None:
+            self.fail(t, "refused", str(event.error), None, event.error)
+
+    # moving and landing
+
+    def on_ready(self, peer: Peer, body: Ready) -> None:
+        found = self._flow(peer, body.transfer)
+        if found is None:
+            return
+        t, flow = found
+        if not flow.ready:
+            flow.ready = True
+            if t.phase == "matching":
+                t.phase = "moving"
+            self._turns.append((body.transfer, peer))
+            self._progress(t)
+
+    def pump(self) -> None:
+        """Hand free slots to those that wait, one each in turn."""
+        batches: dict[tuple[str, Peer], list[Grant]] = {}
+        idle = 0
+        while self._turns and idle < len(self._turns):
+            transfer, peer = turn = self._turns.popleft()
+            t = self.running.get(transfer)
+            flow = t.flows.get(peer) if t is not None else None
+            if flow is None or not flow.waiting:
+                continue
+            self._turns.append(turn)
+            grant = self._grant(transfer, peer, flow)
+            idle = 0 if grant else idle + 1
+            if grant:
+                batches.setdefault(turn, []).append(grant)
+        for (transfer, peer), grants in batches.items():
+            self._core.send(peer, Grants(transfer, ATTEMPT, tuple(grants)))
+
+    def _grant(self, transfer: str, peer: Peer, flow: Flow) -> Grant | None:
+        piece = flow.waiting[0]
+        nbytes = flow.shipment.pieces[piece].bytes
+        lease = self._core.ledger.take(transfer, peer, piece, nbytes, self._core.draw_grant())
+        if lease is None:
+            return None
+        flow.waiting.popleft()
+        flow.granted[piece] = lease
+        self._core.out.append(Allow(lease.grant, lease.slot, nbytes))
+        return Grant(piece, lease.grant, self._core.slot_address(lease.slot), nbytes)
+
+    def on_chunk_done(self, peer: Peer, body: ChunkDone) -> None:
+        """The one gate before our pages: transfer, peer, piece, grant and bytes must all be those of a living lease."""
+        found = self._flow(peer, body.transfer)
+        if found is None:
+            return
+        t, flow = found
+        lease = flow.granted.get(body.piece)
+        if lease is None or lease.grant != body.grant:
+            return self._core.refuse("chunk without a living grant")
+        if body.bytes != lease.nbytes:
+            problem = f"piece {body.piece}: the source reports {body.bytes} bytes, {lease.nbytes} were wanted"
+            return self.fail(t, "refused", problem, peer)
+        del flow.granted[body.piece]
+        t.scattering[peer, body.piece] = lease
+        self._core.out.append(Revoke(lease.grant))
+        copies = flow.shipment.copies[body.piece]
+        self._core.out.append(Scatter(body.transfer, peer, body.piece, lease.slot, lease.nbytes, copies))
+        if not any(f.waiting or f.granted for f in t.flows.values()):
+            t.phase = "landing"
+
+    def scattered(self, event: Scattered | ScatterFailed) -> None:
+        t = self.running.get(event.transfer) or self.ending[event.transfer]
+        lease = t.scattering.pop((event.peer, event.piece))
+        self._core.ledger.release(lease)
+        if t.error is not None:
+            return None if t.scattering else self._end(t, t.error)
+        if isinstance(event, ScatterFailed):
+            return self.fail(t, "refused", str(event.error), None, event.error)
+        flow = t.flows[event.peer]
+        flow.landed += 1
+        t.bytes += lease.nbytes
+        t.copies += len(flow.shipment.copies[event.piece].lengths)
+        self._progress(t)
+
+    # commit
+
+    def _progress(self, t: Incoming) -> None:
+        core = self._core
+        if t.phase in ("matching", "moving", "landing") and all(flow.done for flow in t.flows.values()):
+            t.phase = "committing"
+            if core.me != t.ranks[0]:
+                return core.send(t.ranks[0], Landed(t.call.transfer, ATTEMPT))
+            t.landed.add(core.me)
+        if t.phase == "committing" and t.landed.issuperset(t.ranks):
+            for peer in t.ranks[1:]:
+                core.send(peer, Commit(t.call.transfer, ATTEMPT))
+            self._finish(t)
+
+    def on_landed(self, peer: Peer, body: Landed) -> None:
+        t = self.running.get(body.transfer)
+        if t is not None and t.phase != "preparing":
+            if peer not in t.ranks:
+                return self._core.refuse("landed from a stranger")
+            t.landed.add(peer)
+            self._progress(t)
+        elif body.transfer not in self._past and peer.instance == self._core.me.instance:
+            if len(self._early) >= EARLY_LIMIT:
+                return self._core.refuse("too many early messages")
+            self._early.setdefault(body.transfer, (set(), self._core.now + EARLY_KEEP_S))[0].add(peer)
+        else:
+            self._core.refuse("landed for no transfer")
+
+    def on_commit(self, peer: Peer, body: Commit) -> None:
+        t = self.running.get(body.transfer)
+        if t is None or t.phase != "committing" or peer != t.ranks[0]:
+            return self._core.refuse("commit for no transfer")
+        self._finish(t)
+
+    def _finish(self, t: Incoming) -> None:
+        for peer in t.flows:
+            self._core.send(peer, Complete(t.call.transfer, ATTEMPT))
+        chunks = sum(flow.landed for flow in t.flows.values())
+        peers = tuple(str(peer) for peer, flow in t.flows.items() if flow.landed)
+        report = Report(t.bytes, t.copies, chunks, self._core.now - t.started_s, peers)
+        self._end(t, Ended("target", t.call.transfer, report=report))
+
+    # failure
+
+    def on_abort(self, peer: Peer, body: Abort) -> None:
+        self._core.send(peer, AbortAck(body.transfer, ATTEMPT, "target"))
+        t = self.running.get(body.transfer)
+        if t is not None and (peer in t.sources or peer in t.ranks or peer.instance in self._names(t)):
+            return self.fail(t, body.kind, body.reason, peer)
+        if t is None and body.transfer not in self._past and peer.instance == self._core.me.instance:
+            self._early.pop(body.transfer, None)
+            self._past.add(body.transfer, (body.kind, body.reason))
+
+    def fail(
+        self, t: Incoming, kind: FailureKind, problem: str, peer: Peer | None, cause: BaseException | None = None
+    ) -> None:
+        """End this side, tell everyone; slots whose writers are in doubt go into quarantine."""
+        core, transfer = self._core, t.call.transfer
+        error = failure(kind, self._where(t, str(peer) if peer else ""), problem, cause)
+        t.error = Ended("target", transfer, error=error)
+        del self.running[transfer]
+        for flow in t.flows.values():
+            for lease in flow.granted.values():
+                core.out.append(Revoke(lease.grant))
+                if lease.peer in core.known:
+                    core.ledger.quarantine(lease)
+                else:
+                    core.ledger.release(lease)
+        if not t.call.connect_only:
+            for source in t.sources:
+                if source in core.known:
+                    core.abort(source, "source", transfer, kind, problem)
+            for rank in t.ranks:
+                if rank in core.known and rank != peer:
+                    core.abort(rank, "target", transfer, kind, problem)
+        if t.scattering:
+            self.ending[transfer] = t
+        else:
+            self._end(t, t.error)
+
+    def died(self, peer: Peer) -> None:
+        for t in list(self.running.values()):
+            if peer in t.sources or peer in t.ranks:
+                self.fail(t, "lost", "the peer's process has ended", peer)
+
+    def _end(self, t: Incoming, ended: Ended) -> None:
+        transfer = t.call.transfer
+        self.running.pop(transfer, None)
+        self.ending.pop(transfer, None)
+        if transfer not in self._past:
+            error = ended.error
+            self._past.add(transfer, (kind_of(error), error.problem) if error is not None else None)
+        self._core.out.append(ended)
+
+    # time
+
+    def tick(self) -> None:
+        now = self._core.now
+        for t in [t for t in self.running.values() if t.deadline_s <= now]:
+            waiting = next((peer for peer, flow in t.flows.items() if not flow.done), None)
+            problem = f"the deadline of {t.call.timeout_s} s has passed"
+            if t.phase == "preparing" and t.problem:
+                problem += f"; {t.problem}"
+            elif waiting is not None:
+                problem += f"; still waiting for {waiting}" + ("" if t.flows[waiting].ready else " to send()")
+            elif t.phase == "committing":
+                late = [str(peer) for peer in t.ranks if peer not in t.landed and peer != self._core.me]
+                problem += f"; landed here, still waiting for target ranks: {', '.join(late)}"
+            self.fail(t, "timeout", problem, waiting)
+        for transfer in [key for key, (_, end_s) in self._early.items() if end_s <= now]:
+            del self._early[transfer]
+
+    def next_s(self) -> float:
+        deadlines = min((t.deadline_s for t in self.running.values()), default=math.inf)
+        return min((end_s for _, end_s in self._early.values()), default=deadlines) if self._early else deadlines
+
+    def _flow(self, peer: Peer, transfer: str) -> tuple[Incoming, Flow] | None:
+        t = self.running.get(transfer)
+        flow = t.flows.get(peer) if t is not None else None
+        if t is None or flow is None:
+            self._core.refuse("message for no transfer of this peer")
+            return None
+        return t, flow
+
+    def _names(self, t: Incoming) -> tuple[str, ...]:
+        """Instances whose workers take part, while it is not known yet which workers those are."""
+        return () if t.sources else (t.call.source, self._core.me.instance)
+
+    def _where(self, t: Incoming, peer: str) -> Where:
+        return Where(t.call.transfer, peer, t.phase, self._core.now - t.started_s)
+
+
+def _peers(entries: tuple[Entry, ...]) -> tuple[Peer, ...]:
+    return tuple(Peer(entry.instance, entry.generation, entry.rank) for entry in entries)

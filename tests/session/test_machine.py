@@ -1,0 +1,323 @@
+"""The state machine without sockets: every order of messages, loss, duplicates, aborts, deaths."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.errors import PeerLost, TransferAborted, TransferRefused, TransferTimeout
+from kvferry.layout.address import Address
+from kvferry.layout.request import Wanted
+from kvferry.session.events import AbortCall, Ended, ReceiveCall, Received, Scatter, SendCall
+from kvferry.session.messages import Abort, ChunkDone, Commit, Complete, Grant, Grants, Offer, Peer
+from tests.session.pools import Shape, table
+from tests.session.sim import TABLES, TOKENS, Sim
+
+PAIRS = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 1), (8, 2)]
+
+
+def make(tp_source: int = 2, tp_target: int = 1, seed: int = 0, **options: object) -> Sim:
+    shapes = {"p": Shape(tp=tp_source), "d": Shape(tp=tp_target, page_tokens=6)}
+    return Sim(random.Random(seed), shapes, **options)  # type: ignore[arg-type]
+
+
+def run(sim: Sim, *names: str, timeout_s: float = 10.0) -> None:
+    calls = [call for name in names for call in sim.start(name, "p", "d", timeout_s)]
+    sim.rng.shuffle(calls)
+    for peer, call in calls:
+        for _ in range(sim.rng.randrange(12)):
+            sim.step()
+        sim.event(peer, call)
+    sim.settle()
+
+
+def ends(sim: Sim) -> dict[tuple[Peer, str], Ended]:
+    found: dict[tuple[Peer, str], Ended] = {}
+    for peer, ended, _ in sim.ended:
+        assert (peer, ended.transfer) not in found, "a transfer ended twice"
+        found[peer, ended.transfer] = ended
+    return found
+
+
+def check(sim: Sim, names: list[str], timeout_s: float) -> dict[tuple[Peer, str], Ended]:
+    """What must hold whatever has happened."""
+    found = ends(sim)
+    living = list(sim.machines)
+    for name in names:
+        targets = [peer for peer in living if peer.instance == "d"]
+        for peer in living:
+            assert (peer, name) in found, f"{name} never ended at {peer}"
+        done = [peer for peer in targets if found[peer, name].error is None]
+        for peer in targets if done else []:
+            landed = sim.scattered.get((peer, name), [])
+            assert sorted(landed, key=str) == sorted(sim.wanted[peer, name], key=str), (
+                "success without every piece once"
+            )
+        if any(found[peer, name].error is None for peer in living if peer.instance == "p"):
+            assert len(done) == len(targets), "a source was told of success that the target didn't have"
+    for _, ended, at_s in sim.ended:
+        assert at_s <= timeout_s + 1, f"{ended} came after its deadline"
+    for peer, machine in sim.machines.items():
+        stats = machine.stats()
+        assert stats["slots_free"] == sim.slots, f"{peer} holds slots at rest: {stats}"
+    return found
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_every_side_succeeds_without_faults(pair: tuple[int, int]) -> None:
+    sim = make(*pair)
+    run(sim, "a", "b")
+    found = check(sim, ["a", "b"], 10)
+    assert len(found) == 2 * sum(pair)
+    assert all(ended.error is None for ended in found.values())
+    bytes_sent = sum(ended.report.bytes for ended in found.values() if ended.role == "source" and ended.report)
+    bytes_received = sum(ended.report.bytes for ended in found.values() if ended.role == "target" and ended.report)
+    wanted = 8 * 4 * 4 * 4 * 3 * 2 * max(1, pair[1] // 4)
+    assert bytes_sent == bytes_received == 2 * wanted
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    pair=st.sampled_from(PAIRS),
+    drop=st.sampled_from([0.0, 0.02, 0.2]),
+    duplicate=st.sampled_from([0.0, 0.1]),
+    reorder=st.booleans(),
+    slots=st.integers(1, 3),
+)
+def test_loss_duplicates_and_reordering(
+    seed: int, pair: tuple[int, int], drop: float, duplicate: float, reorder: bool, slots: int
+) -> None:
+    sim = make(*pair, seed, drop=drop, duplicate=duplicate, reorder=reorder, slots=slots)
+    run(sim, "a", "b")
+    found = check(sim, ["a", "b"], 10)
+    if not drop and not reorder:
+        assert all(ended.error is None for ended in found.values())
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32), pair=st.sampled_from(PAIRS), steps=st.integers(0, 150), reorder=st.booleans())
+def test_abort_at_any_moment(seed: int, pair: tuple[int, int], steps: int, reorder: bool) -> None:
+    sim = make(*pair, seed, reorder=reorder, duplicate=0.05)
+    for peer, call in sim.start("a", "p", "d"):
+        sim.event(peer, call)
+    for _ in range(steps):
+        sim.step()
+    victim = sim.rng.choice(list(sim.machines))
+    sim.event(victim, AbortCall("source" if victim.instance == "p" else "target", "a", "changed my mind"))
+    for peer, call in sim.start("b", "p", "d"):
+        sim.event(peer, call)
+    sim.settle()
+    found = check(sim, ["a", "b"], 10)
+    if not reorder:
+        assert all(found[peer, "b"].error is None for peer in sim.machines)
+    assert all(isinstance(e.error, (TransferAborted, TransferTimeout, type(None))) for e in found.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), pair=st.sampled_from(PAIRS), steps=st.integers(0, 150))
+def test_death_at_any_moment(seed: int, pair: tuple[int, int], steps: int) -> None:
+    sim = make(*pair, seed)
+    for peer, call in sim.start("a", "p", "d"):
+        sim.event(peer, call)
+    for _ in range(steps):
+        sim.step()
+    sim.kill(sim.rng.choice(list(sim.machines)))
+    sim.settle()
+    found = ends(sim)
+    for peer, machine in sim.machines.items():
+        assert (peer, "a") in found
+        assert isinstance(found[peer, "a"].error, (PeerLost, TransferTimeout, type(None)))
+        assert machine.stats()["slots_free"] == sim.slots
+
+
+def moving(**options: object) -> tuple[Sim, Peer, Peer, ChunkDone]:
+    """A sim (1 → 1) that stands just before the first chunk's report is delivered."""
+    sim = make(1, 1, **options)
+    (source,), (target,) = sim.peers("p"), sim.peers("d")
+    for peer, call in sim.start("a", "p", "d"):
+        sim.event(peer, call)
+    while not any(isinstance(m, ChunkDone) for m in waiting(sim, source, target)):
+        assert sim.step()
+    return sim, source, target, next(m for m in waiting(sim, source, target) if isinstance(m, ChunkDone))
+
+
+def waiting(sim: Sim, source: Peer, target: Peer) -> list[object]:
+    from kvferry.session.messages import decode
+
+    return [decode(data).body for data in sim.wire.get((source, target), [])]
+
+
+def scatters(sim: Sim) -> int:
+    return sum(isinstance(job.action, Scatter) for job in sim.jobs)
+
+
+def test_late_chunk_of_a_revoked_grant_never_scatters() -> None:
+    sim, _, target, _ = moving()
+    sim.event(target, AbortCall("target", "a", "enough"))
+    assert sim.machines[target].stats()["slots_quarantined"] > 0, "the writer is in doubt until it answers"
+    before = scatters(sim)
+    sim.settle()
+    assert scatters(sim) == before == 0
+    assert not sim.scattered
+    assert sim.machines[target].stats()["slots_free"] == sim.slots
+
+
+def test_quarantine_lasts_until_the_peer_answers() -> None:
+    sim, source, target, _ = moving()
+    sim.event(target, AbortCall("target", "a", "enough"))
+    sim.wire.clear()
+    stopped = sim.machines.pop(source)  # stopped, not dead: it could go on writing at any time
+    for _ in range(200):
+        sim.pass_time(10)
+        sim.wire.clear()
+    assert sim.machines[target].stats()["slots_quarantined"] > 0
+    sim.machines[source] = stopped
+    sim.pass_time(60)
+    sim.settle()
+    assert sim.machines[target].stats()["slots_quarantined"] == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: ChunkDone(m.transfer, m.attempt, m.piece, bytes(16), m.bytes),
+        lambda m: ChunkDone(m.transfer, m.attempt, m.piece + 1, m.grant, m.bytes),
+        lambda m: ChunkDone(m.transfer, m.attempt, 10_000, m.grant, m.bytes),
+        lambda m: ChunkDone("other", m.attempt, m.piece, m.grant, m.bytes),
+        lambda m: ChunkDone(m.transfer, 7, m.piece, m.grant, m.bytes),
+    ],
+    ids=["grant", "piece", "far piece", "transfer", "attempt"],
+)
+def test_wrong_chunk_report_is_refused_and_counted(change: object) -> None:
+    sim, source, target, good = moving()
+    sim.event(target, Received(source, target, change(good)))  # type: ignore[operator]
+    assert scatters(sim) == 0
+    assert sim.machines[target].stats()["refused_messages"] == 1
+    sim.settle()
+    assert all(ended.error is None for ended in check(sim, ["a"], 10).values()), "junk must not end a transfer"
+
+
+def test_f14_wrong_size_is_an_error_not_success() -> None:
+    sim, source, target, good = moving()
+    sim.event(target, Received(source, target, ChunkDone(good.transfer, 1, good.piece, good.grant, good.bytes - 1)))
+    sim.settle()
+    error = check(sim, ["a"], 10)[target, "a"].error
+    assert isinstance(error, TransferRefused)
+    assert "reports 127 bytes, 128 were wanted" in str(error) or "bytes" in error.problem
+
+
+def test_same_report_twice_counts_once() -> None:
+    sim, source, target, good = moving()
+    sim.event(target, Received(source, target, good))
+    sim.event(target, Received(source, target, good))
+    assert scatters(sim) == 1
+    assert sim.machines[target].stats()["refused: chunk without a living grant"] == 1
+
+
+def test_junk_from_strangers_and_old_generations_is_refused() -> None:
+    sim, source, target, good = moving()
+    stranger, older = Peer("x", 1, 0), Peer(target.instance, 0, 0)
+    sim.event(target, Received(stranger, target, good))
+    sim.event(target, Received(source, older, good))
+    sim.event(target, Received(source, target, Commit("a", 1)))
+    sim.event(source, Received(target, source, Complete("a", 1)))
+    sim.event(source, Received(target, source, Grants("a", 1, (Grant(999, bytes(16), Address(0), 1),))))
+    assert sim.machines[target].stats()["refused_messages"] == 3
+    assert sim.machines[source].stats()["refused_messages"] == 2
+    sim.settle()
+    assert all(ended.error is None for ended in check(sim, ["a"], 10).values())
+
+
+def test_timeout_of_an_unmatched_receive_names_the_phase_and_the_peer() -> None:
+    sim = make(2, 1)
+    (target,) = sim.peers("d")
+    sim.event(target, ReceiveCall("a", "p", TOKENS, TABLES, 3.0))
+    sim.settle()
+    error = ends(sim)[target, "a"].error
+    assert isinstance(error, TransferTimeout)
+    assert error.where.phase == "matching"
+    assert error.where.peer == "p/1/0"
+    assert 3.0 <= error.where.elapsed_s < 3.1
+    assert "to send()" in str(error)
+    late = sim.peers("p")[1]
+    sim.event(late, SendCall("a", TOKENS, TABLES, 3.0))
+    assert isinstance(ends(sim)[late, "a"].error, TransferTimeout), "a send after the abort learns of it at once"
+
+
+def test_timeout_of_an_unmatched_send() -> None:
+    sim = make(1, 1)
+    (source,) = sim.peers("p")
+    sim.event(source, SendCall("a", TOKENS, TABLES, 2.0))
+    sim.settle()
+    error = ends(sim)[source, "a"].error
+    assert isinstance(error, TransferTimeout)
+    assert error.where.phase == "matching"
+
+
+@pytest.mark.parametrize(
+    ("asked", "sent", "expected"),
+    [
+        (Wanted((0, 8)), Wanted((0, 7)), "asks for tokens [0, 8], send() has [0, 7]"),
+        (Wanted((0, 8)), Wanted((1, 8)), "asks for tokens [0, 8], send() has [1, 8]"),
+    ],
+)
+def test_tokens_that_were_not_sent_are_refused(asked: Wanted, sent: Wanted, expected: str) -> None:
+    sim = make(1, 2)
+    for peer, call in sim.start("a", "p", "d"):
+        sim.event(peer, replace(call, groups={"attn": sent if isinstance(call, SendCall) else asked}))
+    sim.settle()
+    for ended in check(sim, ["a"], 10).values():
+        assert isinstance(ended.error, TransferRefused)
+        assert expected in str(ended.error)
+
+
+def test_a_plan_that_fails_is_told_to_the_source() -> None:
+    """F54: a failed post is reported to the other side, which doesn't wait for its deadline."""
+    sim = make(2, 1)
+    for peer, call in sim.start("a", "p", "d"):
+        sim.event(peer, replace(call, tables=table([0])) if isinstance(call, ReceiveCall) else call)
+    sim.settle()
+    for ended in check(sim, ["a"], 10).values():
+        assert isinstance(ended.error, TransferRefused)
+    assert sim.ended[-1][2] < 1.0
+
+
+def test_an_id_is_used_once() -> None:
+    sim = make(1, 1)
+    run(sim, "a")
+    (source,), (target,) = sim.peers("p"), sim.peers("d")
+    sim.ended.clear()
+    for peer, call in sim.start("a", "p", "d"):
+        sim.event(peer, call)
+    for peer in (source, target):
+        error = ends(sim)[peer, "a"].error
+        assert isinstance(error, TransferRefused)
+        assert "ids are unique" in str(error)
+
+
+def test_offer_of_a_peer_that_lies_about_takers_is_refused() -> None:
+    sim, source, target, _ = moving()
+    lie = Offer("b", 1, TOKENS, (), (5,), 1.0)
+    sim.event(source, Received(target, source, lie))
+    aborts = [m for m in waiting(sim, source, target) if isinstance(m, Abort)]
+    assert len(aborts) == 1
+    assert "not among its own takers" in aborts[0].reason
+
+
+def test_one_peer_leaves_slots_for_others() -> None:
+    """A source that never writes holds its own slots only."""
+    sim = make(1, 1, slots=4)
+    (source,), (target,) = sim.peers("p"), sim.peers("d")
+    for peer, call in sim.start("slow", "p", "d"):
+        sim.event(peer, call)
+    for _ in range(60):
+        if any(job.owner == source for job in sim.jobs):
+            break
+        sim.step()
+    assert sim.machines[target].stats()["slots_used"] == 2
+    assert sim.machines[target].stats()["slots_free"] == 2
