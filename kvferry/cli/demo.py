@@ -118,10 +118,12 @@ def run(args: argparse.Namespace) -> int:
 
 def run_demo(args: argparse.Namespace, progress: Progress) -> Summary:
     started = time.monotonic()
-    progress.say("preparing the model (the first time it is converted, about 20 s)")
-    from kvferry.engines.transformers.model import fetch_model, model_name
+    progress.say("loading the tokeniser")
+    from kvferry.engines.transformers.model import check_parallel, fetch_model, model_name
 
-    folder = fetch_model(args.model)
+    folder = fetch_model(args.model, lambda: progress.say("converting the model, only this first time: about 20 s"))
+    for tp in (args.prefill_tp, args.decode_tp):
+        check_parallel(folder, tp)
     prompts = list(args.prompt or PROMPTS)
     progress.total = 2 * len(prompts) * args.max_tokens
     from kvferry.session import RegistryServer

@@ -53,7 +53,7 @@ def demo_weights() -> Path:
     raise EngineError(f"the package {DEMO_PACKAGE} holds no .gguf file; give --model PATH")
 
 
-def fetch_model(path: Path | None = None) -> Path:
+def fetch_model(path: Path | None = None, before_converting: Callable[[], None] = lambda: None) -> Path:
     """A folder in Transformers' own format: `path` itself, or a converted copy where it is a GGUF file.
 
     Without `path`: the demo's weights. Converting takes some 20 s, so the copy is kept in `cache_folder()`, by content.
@@ -71,6 +71,7 @@ def fetch_model(path: Path | None = None) -> Path:
             digest.update(block)
     copy = cache_folder() / "models" / f"{source.stem}-float32-{digest.hexdigest()[:16]}"
     if not (copy / CONVERTED).is_file():
+        before_converting()
         _convert(source, copy)
     return copy
 

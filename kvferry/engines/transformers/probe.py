@@ -24,15 +24,14 @@ def check_layout(pool: PagePool, described: Worker, memory: HostMemory) -> None:
     """
     tokens = min(pool.page_tokens + 1, pool.page_tokens * pool.free_pages)
     group = pool.shape.group
+    axes: dict[str, tuple[tuple[int, int], ...]] = {"head": (pool.heads,), "dim": ((0, pool.shape.dim),)}
     cache = PagedCache(pool)
     try:
         for layer in range(pool.shape.layers):
             expected = [_tagged(pool, layer, part, tokens) for part in range(len(PARTS))]
             cache.update(*(values.transpose(0, 1).unsqueeze(0) for values in expected), layer_idx=layer)
             for part, values in zip(PARTS, expected, strict=True):
-                chunk = Chunk(
-                    Box(group=GROUP, layers=(layer,), parts=(part,), axes={"head": (pool.heads,)}), (0, tokens)
-                )
+                chunk = Chunk(Box(group=GROUP, layers=(layer,), parts=(part,), axes=axes), (0, tokens))
                 found = np.zeros(chunk_bytes(group, chunk), dtype=np.uint8)
                 memory.gather(dense_copies(described, group, chunk, cache.tables()), found)
                 if found.tobytes() != values.contiguous().view(torch.uint8).numpy().tobytes():

@@ -77,8 +77,9 @@ def _reply(connection: Connection, message: Message) -> None:
 
 def _fail(connection: Connection, error: Exception) -> None:
     """Report an error nobody foresaw; the traceback goes to stderr for whoever has to find the cause."""
-    traceback.print_exc()
+    # this ends the process if the instance is gone: then the error is no news
     _reply(connection, Failed(f"{type(error).__name__}: {error}"))
+    traceback.print_exception(error)
 
 
 class Worker:
