@@ -16,7 +16,7 @@ from typing import Any, Union
 import numpy as np
 import numpy.typing as npt
 
-WORK_LIMIT = 1 << 21
+WORK_LIMIT = 1 << 19
 """Most remainders or buffer pairs looked at before a layout is refused as too irregular to check."""
 PAGE_COUNT_LIMIT = 64
 """Most different page counts among the buffers of one pool."""

@@ -11,7 +11,8 @@ from itertools import pairwise
 from typing import Union
 
 from kvferry.errors import DocumentError
-from kvferry.layout.document import DTYPE_BYTES, TOKEN, Buffer, Group, Instance, Pool, Region, Worker, decode_json
+from kvferry.layout.document import DTYPE_BYTES, TOKEN, Buffer, Group, Instance, Pool, Region, Worker
+from kvferry.layout.locate import decode
 from kvferry.layout.overlap import TooIrregular, first_overlap
 from kvferry.layout.request import Request, Side, Table, Wanted
 
@@ -20,12 +21,12 @@ _LIMIT = 1 << 63
 
 def parse_instance(data: Union[bytes, str]) -> Instance:
     """Decode and check a kvferry-instance/1 document; DocumentError names the first bad field."""
-    return check_instance(decode_json(data, Instance))
+    return check_instance(decode(data, Instance))
 
 
 def parse_request(data: Union[bytes, str], source: Instance, target: Instance) -> Request:
     """Decode a kvferry-request/1 document and check it against both instances; DocumentError as above."""
-    return check_request(decode_json(data, Request), source, target)
+    return check_request(decode(data, Request), source, target)
 
 
 def check_instance(instance: Instance) -> Instance:
