@@ -71,7 +71,7 @@ def _first_bad_key(
 
 
 def _steps(path: str, keys: list[str]) -> list[Union[str, int]]:
-    """`workers.3.tables` or `groups[0].axes` as keys and indices; known keys are cut out whole, for they may hold dots."""
+    """`workers.3.tables` or `groups[0].axes` as keys and indices; known keys may hold dots and are cut out whole."""
     steps: list[Union[str, int]] = []
     waiting = list(keys)
     while path:
