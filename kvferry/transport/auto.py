@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import msgspec
 
 from kvferry.errors import TransportUnavailable
-from kvferry.layout.document import decode_msgpack, encode_msgpack
-from kvferry.transport.base import Peer, Transport
+from kvferry.layout.document import encode_msgpack
+from kvferry.transport.base import Peer, Transport, read_export
 
 
 class Exports(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,7 +34,7 @@ class FirstThatWorks:
             transport.revoke(grant)
 
     def connect(self, export: bytes) -> Peer:
-        offered = decode_msgpack(export, Exports).by_name
+        offered = read_export(export, Exports).by_name
         missed = []
         for transport in self._transports:
             if transport.name not in offered:

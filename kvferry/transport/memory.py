@@ -1,186 +1,183 @@
-"""Where a worker's regions really are in this process, and the two copies that touch them: gather and scatter.
+"""Where a worker's regions really are in this process, and moving runs between them and dense chunks.
 
-A region has a base address (what its layout says) and a view (host memory). They need not agree: a *window* puts host
-memory at any base, which is how an accelerator's address space (bit 63 set) is emulated in tests. Only offsets from
-the base ever index the view.
+A region's address is what the layout says. It may differ from where the bytes are (an address window): so device
+addresses that use all 64 bits are emulated with plain host memory.
 """
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import AddressError
 from kvferry.layout.address import U64, Address, Addresses
+from kvferry.transport.copies import Bytes, copy_runs
 
-Bytes = npt.NDArray[np.uint8]
-
-LONG_RUN_BYTES = 32 << 10
-"""From this length on one slice assignment per run costs nothing beside the copy itself."""
-
-
-class Runs(Protocol):
-    """What gather and scatter need of `kvferry.plan.dense.DenseCopies`."""
-
-    @property
-    def addresses(self) -> Addresses: ...
-    @property
-    def dense_offsets(self) -> U64: ...
-    @property
-    def lengths(self) -> U64: ...
-    @property
-    def total_bytes(self) -> int: ...
+if TYPE_CHECKING:
+    from kvferry.plan.dense import DenseCopies
 
 
 @dataclass(frozen=True)
 class MappedRegion:
-    """`nbytes` bytes that the layout calls `base` and that lie in `view` (a flat uint8 array) in this process."""
+    """`nbytes` bytes that the layout says are at `base` and that this process reaches through `view`."""
 
     base: Address
     nbytes: int
     view: Bytes
 
     def __post_init__(self) -> None:
-        if self.view.dtype != np.uint8 or self.view.ndim != 1 or self.view.nbytes < self.nbytes:
-            raise AddressError(f"region {self.base}: expected a flat uint8 view of at least {self.nbytes} bytes")
+        if self.view.dtype != np.uint8 or self.view.ndim != 1 or not self.view.flags.c_contiguous:
+            raise AddressError(f"region {self.base}: the view must be contiguous bytes, got {self.view.dtype} values")
+        if self.view.nbytes != self.nbytes:
+            raise AddressError(f"region {self.base}: {self.nbytes} bytes stated, the view has {self.view.nbytes}")
         if not self.base.spans(self.nbytes):
-            raise AddressError(f"region {self.base} + {self.nbytes} bytes passes 2**64")
+            raise AddressError(f"region {self.base}: its {self.nbytes} bytes pass 2**64")
 
 
-def window(base: Address, array: Any) -> MappedRegion:
-    """Put the host memory of `array` at address `base`: the emulated device address space of the tests."""
-    view = _bytes_of(array)
-    return MappedRegion(base, view.nbytes, view)
+@dataclass(frozen=True)
+class _Part:
+    """The runs of one region: which ones, and where they are in it and in the chunk."""
 
-
-def map_array(array: Any) -> MappedRegion:
-    """Map an array where it is: NumPy, torch on the CPU, or anything with `__dlpack__` or `data_ptr()`; it must be
-    contiguous.
-    """
-    view = _bytes_of(array)
-    return MappedRegion(Address(view.__array_interface__["data"][0]), view.nbytes, view)
-
-
-def map_pointer(base: int, nbytes: int, keep_alive: object = None) -> MappedRegion:
-    """Map `nbytes` bytes of this process's own memory at pointer `base`, as engines hand them out. The caller owns the
-    memory.
-    """
-    # a raw pointer is all that some engines give; it is our own process's, never a peer's
-    buffer = (ctypes.c_uint8 * nbytes).from_address(base)
-    buffer._kvferry_keep_alive = keep_alive  # type: ignore[attr-defined]
-    return MappedRegion(Address(base), nbytes, np.frombuffer(memoryview(buffer), np.uint8))
-
-
-def _bytes_of(array: Any) -> Bytes:
-    if hasattr(
-        array, "data_ptr"
-    ):  # torch and its kin: dtypes that NumPy lacks make from_dlpack fail, the pointer never does
-        if not array.is_contiguous() or array.device.type != "cpu":
-            raise AddressError(
-                f"expected a contiguous CPU tensor, got {array.device} with strides {tuple(array.stride())}"
-            )
-        nbytes = array.numel() * array.element_size()
-        return map_pointer(array.data_ptr(), nbytes, array).view
-    dense = array if isinstance(array, np.ndarray) else np.from_dlpack(array)
-    if not dense.flags.c_contiguous or not dense.flags.writeable:
-        raise AddressError("expected a writeable C-contiguous array")
-    return dense.reshape(-1).view(np.uint8)
+    region: MappedRegion
+    offsets: U64
+    dense_offsets: U64
+    lengths: U64
 
 
 class HostMemory:
-    """A worker's regions in host memory, in any order; AddressError where two of them overlap (give one region then)."""
+    """The memory of one worker. Regions may overlap where they are views of the same bytes; AddressError elsewhere."""
 
     def __init__(self, regions: Sequence[MappedRegion]) -> None:
-        self.regions = tuple(sorted(regions, key=lambda region: region.base.value))
-        for below, above in itertools.pairwise(self.regions):
-            if below.base.value + below.nbytes > above.base.value:
-                raise AddressError(
-                    f"regions {below.base} + {below.nbytes} bytes and {above.base} overlap: map them as one"
-                )
-        self._starts = np.array([region.base.value for region in self.regions], dtype=np.uint64)
+        merged: list[MappedRegion] = []
+        for region in sorted((r for r in regions if r.nbytes), key=lambda r: r.base.value):
+            last = merged[-1] if merged else None
+            if last is not None and region.base.distance_from(last.base) < last.nbytes:
+                merged[-1] = _union(last, region)
+            else:
+                merged.append(region)
+        self._regions = merged
+        self._bases = Addresses([region.base for region in merged])
 
-    def gather(self, copies: Runs, out: Bytes) -> None:
-        """Copy the runs from the pages into the chunk `out` (uint8, at least `total_bytes`)."""
-        for view, offsets, chosen in self._by_region(copies, out):
-            _copy(out, copies.dense_offsets[chosen], view, offsets, copies.lengths[chosen])
+    def gather(self, copies: DenseCopies, out: Bytes) -> None:
+        """Pages → dense chunk. AddressError, before anything is moved, where a run is outside memory or chunk."""
+        _check_chunk(out, writable=True)
+        for part in self._parts(copies, out.nbytes):
+            copy_runs(out, part.dense_offsets, part.region.view, part.offsets, part.lengths)
 
-    def scatter(self, copies: Runs, chunk: Bytes) -> None:
-        """Copy the runs from the chunk into the pages."""
-        for view, offsets, chosen in self._by_region(copies, chunk):
-            _copy(view, offsets, chunk, copies.dense_offsets[chosen], copies.lengths[chosen])
+    def scatter(self, copies: DenseCopies, chunk: Bytes) -> None:
+        """Dense chunk → pages. AddressError, before anything is moved, where a run is outside memory or chunk."""
+        _check_chunk(chunk, writable=False)
+        parts = self._parts(copies, chunk.nbytes)
+        for part in parts:
+            if not part.region.view.flags.writeable:
+                raise AddressError(f"region {part.region.base} is read-only")
+        for part in parts:
+            copy_runs(part.region.view, part.offsets, chunk, part.dense_offsets, part.lengths)
 
-    def _by_region(self, copies: Runs, chunk: Bytes) -> list[tuple[Bytes, U64, slice | npt.NDArray[np.intp]]]:
-        """Runs by region, all checked before any is copied: a bad plan must not half-happen."""
-        count = len(copies.lengths)
-        if not count:
+    def _parts(self, copies: DenseCopies, chunk_bytes: int) -> list[_Part]:
+        addresses, lengths = copies.addresses, copies.lengths
+        if not len(lengths) == len(addresses) == len(copies.dense_offsets):
+            raise AddressError(f"{len(addresses)} addresses, {len(copies.dense_offsets)} offsets, {len(lengths)} lengths")
+        dense = Addresses(copies.dense_offsets).offsets_in(Address(0), chunk_bytes, lengths, "chunk")
+        if not len(lengths):
             return []
-        dense = Addresses(copies.dense_offsets)
-        dense.offsets_in(Address(0), chunk.nbytes, copies.lengths, "chunk")
-        index = np.searchsorted(self._starts, copies.addresses.u64, side="right") - 1
-        if (index < 0).any():
-            first = copies.addresses.take(np.flatnonzero(index < 0)[:1])
-            raise AddressError(f"address {first.hex()[0]} is in none of this worker's regions")
-        found = []
-        for number in np.unique(index).tolist():
-            region = self.regions[number]
-            chosen: slice | npt.NDArray[np.intp] = np.flatnonzero(index == number)
-            if len(chosen) == count:  # type: ignore[arg-type]
-                chosen = slice(None)
-            part = copies.addresses.take(chosen)
-            offsets = part.offsets_in(region.base, region.nbytes, copies.lengths[chosen], f"region {region.base}")
-            found.append((region.view, offsets, chosen))
-        return found
+        if not self._regions:
+            raise AddressError(f"no memory is mapped, {len(lengths)} runs were to be moved")
+        # an address below every region counts to the first one, which then refuses it
+        owner = np.maximum(np.searchsorted(self._bases.u64, addresses.u64, side="right"), 1) - 1
+        parts = []
+        for index, rows in _grouped(owner):
+            region = self._regions[index]
+            inside = addresses.take(rows).offsets_in(region.base, region.nbytes, lengths[rows], "memory")
+            parts.append(_Part(region, inside, dense[rows], lengths[rows]))
+        return parts
 
 
-def _copy(target: Bytes, target_offsets: U64, source: Bytes, source_offsets: U64, lengths: U64) -> None:
-    """Copy runs between two flat byte views; offsets and lengths were checked by the caller."""
-    first = int(lengths[0])
-    if (lengths == first).all():
-        _copy_equal(target, target_offsets, source, source_offsets, first)
-        return
-    for length in np.unique(lengths).tolist():
-        chosen = lengths == length
-        _copy_equal(target, target_offsets[chosen], source, source_offsets[chosen], length)
+def _grouped(values: npt.NDArray[np.intp]) -> list[tuple[int, npt.NDArray[np.intp] | slice]]:
+    """(value, rows that have it), without copies where the rows come in order, as plans make them."""
+    ordered = bool((values[1:] >= values[:-1]).all())
+    order = None if ordered else np.argsort(values, kind="stable")
+    ascending = values if order is None else values[order]
+    edges = [0, *(np.flatnonzero(ascending[1:] != ascending[:-1]) + 1).tolist(), len(values)]
+    spans = [slice(start, stop) for start, stop in zip(edges, edges[1:])]
+    return [(int(ascending[span.start]), span if order is None else order[span]) for span in spans]
 
 
-def _copy_equal(target: Bytes, target_offsets: U64, source: Bytes, source_offsets: U64, run_bytes: int) -> None:
-    """Copy runs of one length: long ones by slices, short ones as items of `run_bytes` bytes by NumPy's indexing,
-    which releases the GIL.
+def _check_chunk(chunk: Bytes, writable: bool) -> None:
+    if chunk.dtype != np.uint8 or chunk.ndim != 1 or not chunk.flags.c_contiguous:
+        raise AddressError(f"a chunk is contiguous bytes, got {chunk.dtype} values of shape {chunk.shape}")
+    if writable and not chunk.flags.writeable:
+        raise AddressError("the chunk to gather into is read-only")
+
+
+def _union(low: MappedRegion, high: MappedRegion) -> MappedRegion:
+    """One region for two that overlap, if both say the same about where their bytes are."""
+    shift = high.base.distance_from(low.base)
+    low_host, high_host = host_address(low.view), host_address(high.view)
+    if high_host.value < low_host.value or high_host.distance_from(low_host) != shift:
+        raise AddressError(
+            f"regions {low.base} + {low.nbytes} and {high.base} + {high.nbytes} overlap but are different memory"
+        )
+    if shift + high.nbytes <= low.nbytes:
+        return low
+    nbytes = shift + high.nbytes
+    writable = low.view.flags.writeable and high.view.flags.writeable
+    return MappedRegion(low.base, nbytes, _bytes_at(low_host, nbytes, writable, (low.view, high.view)))
+
+
+def map_array(array: Any) -> MappedRegion:
+    """The memory of an array at its real address: NumPy, torch on the CPU, or any CPU object with `__dlpack__`.
+
+    An array with gaps maps all bytes from its first to its last item. AddressError where that can't be known.
     """
-    if not run_bytes:
-        return
-    if run_bytes >= LONG_RUN_BYTES or len(source_offsets) == 1:
-        for to, at in zip(target_offsets.tolist(), source_offsets.tolist(), strict=True):
-            target[to : to + run_bytes] = source[at : at + run_bytes]
-        return
-    rows, index = _items(source, source_offsets, run_bytes)
-    start = int(target_offsets[0])
-    steps = np.arange(len(target_offsets), dtype=np.uint64) * np.uint64(run_bytes)
-    if rows.flags.c_contiguous and (target_offsets - target_offsets[0] == steps).all():
-        out = target[start : start + run_bytes * len(index)].view(f"V{run_bytes}")
-        np.take(rows, index, out=out, mode="clip")  # clip skips take's own buffering; the index is checked
-        return
-    values = np.take(rows, index, mode="clip") if rows.flags.c_contiguous else rows[index]
-    places, to_index = _items(target, target_offsets, run_bytes)
-    places[to_index] = values
+    if hasattr(array, "data_ptr"):
+        device = str(getattr(array, "device", "cpu"))
+        if device.partition(":")[0] != "cpu":
+            raise AddressError(f"memory on device {device!r} can't be mapped here, only CPU memory")
+        item = int(array.element_size())
+        strides = [int(stride) * item for stride in array.stride()]
+        return _map(int(array.data_ptr()), list(array.shape), strides, item, True, array)
+    if not isinstance(array, np.ndarray):
+        if not hasattr(array, "__dlpack__"):
+            raise AddressError(f"can't map a {type(array).__name__}: it has neither data_ptr nor __dlpack__")
+        array = np.from_dlpack(array)
+    pointer = host_address(array).value
+    return _map(pointer, list(array.shape), list(array.strides), array.itemsize, array.flags.writeable, array)
 
 
-def _items(view: Bytes, offsets: U64, run_bytes: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.intp]]:
-    """The view as items of `run_bytes` bytes, and the index of each offset.
+def window(base: Address, array: Any) -> MappedRegion:
+    """As `map_array`, but the layout's addresses of these bytes start at `base`: an emulated device."""
+    return replace(map_array(array), base=base)
 
-    Aligned offsets index disjoint items; others index items that begin at every byte and overlap.
-    """
-    phase = int(offsets[0]) % run_bytes
-    item = np.dtype(f"V{run_bytes}")
-    if not ((offsets - np.uint64(phase)) % np.uint64(run_bytes)).any():
-        count = (view.nbytes - phase) // run_bytes
-        rows: npt.NDArray[np.void] = view[phase : phase + count * run_bytes].view(item)
-        return rows, (offsets // np.uint64(run_bytes)).astype(np.intp)
-    sliding: npt.NDArray[np.void] = np.ndarray((view.nbytes - run_bytes + 1,), item, view.data, 0, (1,))
-    return sliding, offsets.astype(np.intp)
+
+def host_address(array: npt.NDArray[Any]) -> Address:
+    """Where the first item of `array` is in this process."""
+    return Address(array.__array_interface__["data"][0])
+
+
+def _map(
+    pointer: int, shape: Sequence[int], strides: Sequence[int], item_bytes: int, writable: bool, owner: object
+) -> MappedRegion:
+    if any(stride < 0 for stride in strides):
+        raise AddressError("an array with negative strides can't be mapped; map the array it is a view of")
+    nbytes = 0 if 0 in shape else item_bytes + sum((n - 1) * stride for n, stride in zip(shape, strides))
+    base = Address(pointer)
+    view = _bytes_at(base, nbytes, writable, owner) if nbytes else np.empty(0, np.uint8)
+    return MappedRegion(base, nbytes, view)
+
+
+class _Interface:
+    """Memory as NumPy's array interface describes it; keeps its owner alive as long as any array made of it."""
+
+    def __init__(self, interface: dict[str, object], owner: object) -> None:
+        self.__array_interface__ = interface
+        self.owner = owner
+
+
+def _bytes_at(address: Address, nbytes: int, writable: bool, owner: object) -> Bytes:
+    interface = {"data": (address.value, not writable), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+    return np.asarray(_Interface(interface, owner))

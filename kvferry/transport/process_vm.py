@@ -17,7 +17,8 @@ import numpy as np
 
 from kvferry.errors import AddressError, TransportError, TransportUnavailable
 from kvferry.layout.address import U64, Address, Addresses
-from kvferry.layout.document import decode_msgpack, encode_msgpack
+from kvferry.layout.document import encode_msgpack
+from kvferry.transport.base import read_export
 from kvferry.transport.memory import Bytes
 from kvferry.transport.staging import NONCE_BYTES, Staging
 
@@ -50,7 +51,7 @@ class ProcessVm:
         """See `grant`: a write that is under way ends in the slot, so the session quarantines the slot."""
 
     def connect(self, export: bytes) -> VmPeer:
-        card = decode_msgpack(export, VmExport)
+        card = read_export(export, VmExport)
         try:
             pidfd = os.pidfd_open(card.pid)
         except OSError as error:

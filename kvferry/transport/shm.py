@@ -15,7 +15,8 @@ import numpy as np
 
 from kvferry.errors import AddressError, TransportError, TransportUnavailable
 from kvferry.layout.address import Address, Addresses
-from kvferry.layout.document import decode_msgpack, encode_msgpack
+from kvferry.layout.document import encode_msgpack
+from kvferry.transport.base import read_export
 from kvferry.transport.memory import Bytes
 from kvferry.transport.staging import HEADER_BYTES, NONCE_BYTES, Staging
 
@@ -46,7 +47,7 @@ class SharedMemory:
         """See `grant`: a writer that still maps the slot can write it, so the session quarantines the slot."""
 
     def connect(self, export: bytes) -> MappedPeer:
-        card = decode_msgpack(export, ShmExport)
+        card = read_export(export, ShmExport)
         path = f"/proc/{card.pid}/fd/{card.fd}"
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

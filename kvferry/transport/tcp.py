@@ -19,7 +19,8 @@ import msgspec
 
 from kvferry.errors import AddressError, TransportError, TransportUnavailable
 from kvferry.layout.address import Address, Addresses
-from kvferry.layout.document import decode_msgpack, encode_msgpack
+from kvferry.layout.document import encode_msgpack
+from kvferry.transport.base import read_export
 from kvferry.transport.memory import Bytes
 from kvferry.transport.staging import Staging
 
@@ -80,7 +81,7 @@ class Tcp:
                 granted.revoked = True
 
     def connect(self, export: bytes) -> TcpPeer:
-        card = decode_msgpack(export, TcpExport)
+        card = read_export(export, TcpExport)
         try:
             connection = _connect(card)
         except OSError as error:

@@ -13,6 +13,7 @@ import pytest
 from kvferry.errors import TransportError, TransportUnavailable
 from kvferry.layout.address import Address
 from kvferry.layout.document import decode_msgpack, encode_msgpack
+from kvferry.transport.auto import Exports
 from kvferry.transport.base import Peer, open_transport
 from kvferry.transport.process_vm import ProcessVm, VmExport
 from kvferry.transport.shm import SharedMemory, ShmExport
@@ -139,13 +140,26 @@ def test_auto_takes_the_first_that_works_and_says_why() -> None:
     with target("auto") as other:
         assert open_peer("auto", other.export).name == "shm"
         with pytest.raises(TransportError):
-            open_peer("shm", other.export)  # another kind of export: a typed error, no crash
+            open_peer("shm", b"junk")
+        assert open_peer("tcp", other.export).name == "tcp"  # one side may insist on another way
     with target("tcp") as other:
-        export = encode_msgpack({"by_name": {"tcp": other.export, "shm": shm_of_nobody()}})
+        with pytest.raises(TransportUnavailable, match="shm: the peer doesn't offer it"):
+            open_peer("shm", other.export)
+        export = encode_msgpack({"by_name": {"tcp": only(other), "shm": shm_of_nobody()}})
         peer = open_peer("auto", export)
         assert peer.name == "tcp"
         assert "/proc/" in peer.reason
         assert "process_vm: the peer doesn't offer it" in peer.reason
+
+
+def only(other: Target) -> bytes:
+    """The one export in the bundle of a target that has one transport."""
+    (export,) = decode_msgpack(other.export, Exports).by_name.values()
+    return export
+
+
+def bundle(name: str, card: object) -> bytes:
+    return encode_msgpack(Exports({name: encode_msgpack(card)}))
 
 
 def shm_of_nobody() -> bytes:
@@ -154,14 +168,14 @@ def shm_of_nobody() -> bytes:
 
 def test_a_process_id_that_was_used_again_is_noticed() -> None:
     with target("process_vm") as other, target("shm") as mapped:
-        card = decode_msgpack(other.export, VmExport)
+        card = decode_msgpack(only(other), VmExport)
         for change in ({"start_ticks": card.start_ticks + 1}, {"nonce": bytes(16)}, {"header": Address(4096)}):
             with pytest.raises(TransportUnavailable):
-                open_peer("process_vm", encode_msgpack(replace(card, change)))
-        shm = decode_msgpack(mapped.export, ShmExport)
+                open_peer("process_vm", bundle("process_vm", replace(card, change)))
+        shm = decode_msgpack(only(mapped), ShmExport)
         for change in ({"nonce": bytes(16)}, {"inode": 1}, {"file_bytes": shm.file_bytes + 4096}, {"fd": 0}):
             with pytest.raises(TransportUnavailable):
-                open_peer("shm", encode_msgpack(replace(shm, change)))
+                open_peer("shm", bundle("shm", replace(shm, change)))
 
 
 def replace(card: object, change: dict[str, object]) -> object:
@@ -202,7 +216,7 @@ def test_tcp_nothing_lands_after_a_revoke_has_returned() -> None:
 
 
 def raw_connection(other: Target) -> socket.socket:
-    card = decode_msgpack(other.export, TcpExport)
+    card = decode_msgpack(only(other), TcpExport)
     connection = socket.create_connection((card.host, card.port), timeout=5)
     return connection
 
@@ -230,7 +244,7 @@ def test_f65_junk_ends_its_own_connection_only(junk: bytes) -> None:
 def test_tcp_write_has_a_deadline() -> None:
     listener = socket.create_server(("127.0.0.1", 0))  # accepts, never answers
     card = TcpExport("127.0.0.1", listener.getsockname()[1], Address(0), 1 << 20)
-    peer = open_peer("tcp", encode_msgpack(card))
+    peer = open_peer("tcp", bundle("tcp", card))
     started = time.monotonic()
     with pytest.raises(TransportError, match="timed out"):
         peer.write(Address(0), GRANT, pattern(1 << 20), 0.3)
