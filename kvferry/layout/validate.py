@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Union
 
 from kvferry.errors import DocumentError
+from kvferry.layout.address import Address
 from kvferry.layout.document import DTYPE_BYTES, TOKEN, Buffer, Group, Instance, Pool, Region, Worker
 from kvferry.layout.locate import decode
 from kvferry.layout.overlap import TooIrregular, first_overlap
@@ -181,6 +182,9 @@ def _check_buffer(buffer: Buffer, pool: Pool, group: Group, regions: tuple[Regio
     _at_least(1, buffer.pages, f"{path}[4]", "pages")
     end = buffer.offset_bytes + (buffer.pages - 1) * pool.page_bytes + _page_span(pool, group)
     size = regions[buffer.region].bytes
+    if buffer.offset_bytes >= size:
+        problem = f"offset must be below {size}, the bytes of region {buffer.region}, got {buffer.offset_bytes}"
+        raise DocumentError(f"{path}[3]", problem)
     if end > size:
         raise DocumentError(path, f"the last page ends at byte {end} of region {buffer.region}, which has {size} bytes")
 
@@ -194,7 +198,13 @@ def _page_span(pool: Pool, group: Group) -> int:
 
 def _check_overlap(pool: Pool, group: Group, regions: tuple[Region, ...], path: str) -> None:
     lattice = [(mode.extent, mode.stride_bytes) for mode in pool.modes]
-    starts = [_start(buffer, regions) for buffer in pool.buffers]
+    # regions may overlap, so all buffers are measured from the lowest one
+    bases = [regions[buffer.region].base for buffer in pool.buffers]
+    lowest = min(bases, key=lambda base: base.value, default=Address(0))
+    starts = [
+        (base.distance_from(lowest) + buffer.offset_bytes, buffer.pages)
+        for base, buffer in zip(bases, pool.buffers, strict=True)
+    ]
     try:
         found = first_overlap(lattice, pool.page_bytes, group.item_bytes, starts)
     except TooIrregular as error:
@@ -208,11 +218,6 @@ def _check_overlap(pool: Pool, group: Group, regions: tuple[Region, ...], path: 
             f"two elements of buffers[{first}] share a byte; make the strides or page_bytes {pool.page_bytes} larger",
         )
     raise DocumentError(f"{path}.buffers[{second}]", f"shares bytes with buffers[{first}]")
-
-
-def _start(buffer: Buffer, regions: tuple[Region, ...]) -> tuple[int, int]:
-    """(distance of page 0 from address 0, pages): regions may overlap, so buffers are compared in one space."""
-    return regions[buffer.region].base.plus(buffer.offset_bytes).value, buffer.pages
 
 
 def check_request(request: Request, source: Instance, target: Instance) -> Request:
