@@ -43,7 +43,8 @@ def first_overlap(
 ) -> Union[tuple[int, int], None]:
     """Indices of two buffers (or twice the same one) that hold elements sharing a byte, or None.
 
-    `modes` are (extent, stride in bytes), `buffers` are (distance of page 0 from any common point, pages). Raises TooIrregular.
+    `modes` are (extent, stride in bytes), `buffers` are (distance of page 0 from any common point, pages). Raises
+    TooIrregular.
     """
     if any(extent == 0 for extent, _ in modes):
         return None
