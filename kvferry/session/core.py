@@ -131,7 +131,7 @@ class Core:
         return new
 
     def on_welcome(self, peer: Peer, body: Welcome) -> bool:
-        if peer not in self._hellos:
+        if peer not in self._hellos and peer not in self.known:  # two hellos that crossed bring a welcome too many
             self.refuse("welcome without a hello")
             return False
         return self._accept(peer, body.card)

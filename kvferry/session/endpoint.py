@@ -77,6 +77,8 @@ DEATH_GRACE_S = 0.25
 """What a peer said just before its end is read before its end is acted on."""
 CLOSE_S = 2.0
 MESSAGES_PER_ROUND = 256
+_IN_DOUBT: list[Staging] = []
+"""Landing memory of closed endpoints that a peer may still write: kept mapped as long as this process lives."""
 
 
 class Transfer:
@@ -238,7 +240,8 @@ class Endpoint:
         if all(stopped) and not self._machine.stats()["slots_quarantined"]:
             self._staging.close()
         else:
-            # the addresses must not be used for anything else while somebody may still write there
+            # these addresses must not be used for anything else while somebody may still write there
+            _IN_DOUBT.append(self._staging)
             LOG.warning("%s: landing memory stays mapped, a writer is in doubt", self._me)
         for descriptor in (self._wake_r, self._wake_w, *self._watches):
             os.close(descriptor)
@@ -285,13 +288,13 @@ class Endpoint:
             except Exception:
                 LOG.exception("%s: internal error in the control thread", self._me)
                 time.sleep(0.01)
-            if end_s < math.inf and self._machine.core.quiet and not self._machine.targets.ending:
-                break
-            if end_s == math.inf and self._closing:
+            if self._closing and end_s == math.inf:
                 end_s = time.monotonic() + CLOSE_S
                 with self._lock:
                     actions = self._machine.close(time.monotonic())
                 self._apply(actions)
+            if self._closing and self._machine.quiet:
+                break
         self._router.close()
         for dealer in self._dealers.values():
             dealer.close(linger=500)
@@ -442,6 +445,7 @@ class Endpoint:
             link = self._links.get(job.peer)
             if link is None:
                 link = self._links[job.peer] = self._transport.connect(job.export)
+                LOG.info("%s: writes to %s by %s (%s)", self._me, job.peer, link.name, link.reason)
             slot = link.slot(job.address, job.nbytes)
             if slot is not None:
                 self._memory.gather(copies, slot)

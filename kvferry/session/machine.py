@@ -101,6 +101,11 @@ class Machine:
         """When `tick` has something to do at the latest; infinity when only an event can bring work."""
         return min(self.core.next_s(), self.targets.next_s(), self.sources.next_s())
 
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is owed to anybody: every abort acknowledged, no scatter running."""
+        return self.core.quiet and not self.targets.ending
+
     def stats(self) -> dict[str, int]:
         counts = {
             "transfers_receiving": len(self.targets.running) + len(self.targets.ending),

@@ -1,0 +1,202 @@
+"""Real worker processes for the tests: each holds one endpoint at a time and obeys the test through a pipe."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from kvferry.layout.address import Address
+from kvferry.layout.request import Wanted
+from kvferry.session.endpoint import Endpoint, Transfer
+from kvferry.transport.memory import HostMemory, map_array, window
+from tests.session.pools import Shape, WorkerPool, instance, table
+
+ANSWER_S = 60.0
+
+
+class Worker:
+    """The child's side."""
+
+    def __init__(self) -> None:
+        self.endpoint: Endpoint | None = None
+        self.transfers: dict[str, Transfer] = {}
+
+    def open(self, name: str, shape: Shape, rank: int, registry: str, **options: Any) -> str:
+        self.close()
+        self.pool = WorkerPool(shape, rank)
+        self.name, self.rank = name, rank
+        region = window(shape.base, self.pool.bytes_view) if shape.base else map_array(self.pool.bytes_view)
+        self.memory = HostMemory([region])
+        document = instance(name, shape, (self.pool.worker(),))
+        self.endpoint = Endpoint(document, rank, self.memory, world=shape.world, registry=registry, **options)
+        return str(self.endpoint._me)
+
+    def fill(self, pages: list[int], start: int, tokens: tuple[int, int]) -> None:
+        self.pool.fill(pages, start, tokens)
+
+    def send(self, transfer: str, pages: list[int], start: int, tokens: tuple[int, int], timeout_s: float) -> None:
+        groups = {"attn": Wanted(tokens)}
+        self.transfers[transfer] = self._endpoint.send(transfer, groups, table(pages, start), timeout_s=timeout_s)
+
+    def receive(
+        self, transfer: str, source: str, pages: list[int], start: int, tokens: tuple[int, int], timeout_s: float
+    ) -> None:
+        groups, side = {"attn": Wanted(tokens)}, table(pages, start)
+        self.transfers[transfer] = self._endpoint.receive(transfer, source, groups, side, timeout_s=timeout_s)
+
+    def connect(self, source: str, timeout_s: float) -> None:
+        self._endpoint.connect(source, timeout_s=timeout_s)
+
+    def wait(self, transfer: str) -> Any:
+        return self._endpoint.wait(self.transfers[transfer])
+
+    def abort(self, transfer: str, reason: str) -> None:
+        self._endpoint.abort(self.transfers[transfer], reason)
+
+    def wrong_words(self, pages: list[int], start: int, tokens: tuple[int, int]) -> int:
+        """Words of the whole pool, wanted or not, that aren't as they must be."""
+        return int(np.count_nonzero(self.pool.memory != self.pool.expected(pages, start, tokens)))
+
+    def untouched(self) -> bool:
+        return bool((self.pool.memory == WorkerPool(self.pool.shape, self.pool.rank).memory).all())
+
+    def slow(self, seconds: float) -> None:
+        """Gathering or scattering a chunk takes this much longer from now on."""
+        for name in ("gather", "scatter"):
+            setattr(self.memory, name, _after(seconds, getattr(self.memory, name)))
+
+    def poll(self) -> list[tuple[str, str]]:
+        return [(transfer.id, transfer.state) for transfer in self._endpoint.poll()]
+
+    def stats(self) -> dict[str, int]:
+        return self._endpoint.stats()
+
+    def address(self) -> str:
+        return self._endpoint._machine.core.card.address
+
+    def cpu_s(self) -> float:
+        return time.process_time()
+
+    def descriptors(self) -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def close(self) -> None:
+        if self.endpoint is not None:
+            self.endpoint.close()
+            self.endpoint = None
+        self.transfers = {}
+
+    @property
+    def _endpoint(self) -> Endpoint:
+        assert self.endpoint is not None
+        return self.endpoint
+
+
+def _after(seconds: float, call: Callable[..., None]) -> Callable[..., None]:
+    def slower(*args: Any) -> None:
+        time.sleep(seconds)
+        call(*args)
+
+    return slower
+
+
+def serve(pipe: Connection) -> None:
+    worker = Worker()
+    while True:
+        try:
+            name, args, options = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, getattr(worker, name)(*args, **options)))
+        except Exception as error:
+            cause = error.__cause__
+            error.__cause__ = error.__context__ = None
+            pipe.send((False, (type(error), str(error), str(cause) if cause else "")))
+
+
+class RemoteError(Exception):
+    def __init__(self, kind: type[Exception], text: str) -> None:
+        super().__init__(f"{kind.__name__}: {text}")
+        self.kind, self.text = kind, text
+
+
+class Member:
+    """The test's handle on one worker process."""
+
+    def __init__(self) -> None:
+        context = mp.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def begin(self, name: str, *args: Any, **options: Any) -> None:
+        self._pipe.send((name, args, options))
+
+    def answer(self) -> Any:
+        if not self._pipe.poll(ANSWER_S):
+            raise TimeoutError(f"worker process {self.process.pid} does not answer")
+        good, value = self._pipe.recv()
+        if not good:
+            raise RemoteError(value[0], value[1])
+        return value
+
+    def __call__(self, name: str, *args: Any, **options: Any) -> Any:
+        self.begin(name, *args, **options)
+        return self.answer()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self._pipe.close()
+
+
+class Crew:
+    """Worker processes that are reused from test to test, since starting one costs more than most tests."""
+
+    def __init__(self) -> None:
+        self._members: list[Member] = []
+
+    def take(self, count: int) -> list[Member]:
+        self._members = [member for member in self._members if member.process.is_alive()]
+        while len(self._members) < count:
+            self._members.append(Member())
+        return self._members[:count]
+
+    def rest(self) -> None:
+        """Close every endpoint."""
+        living = [member for member in self._members if member.process.is_alive()]
+        every(living, "close")
+
+    def close(self) -> None:
+        for member in self._members:
+            if member.process.is_alive():
+                member.kill()
+
+
+def every(members: list[Member], name: str, *args: Any, **options: Any) -> list[Any]:
+    """The same command to all, which work side by side."""
+    for member in members:
+        member.begin(name, *args, **options)
+    return [member.answer() for member in members]
+
+
+def open_all(
+    members: list[Member], name: str, shape: Shape, registry: str, staging_base: Address | None = None, **options: Any
+) -> None:
+    for rank, member in enumerate(members):
+        member.begin("open", name, shape, rank, registry, staging_base=staging_base, **options)
+    for member in members:
+        member.answer()

@@ -1,0 +1,140 @@
+"""Real worker processes on synthetic pools. Every byte of every target pool is compared with its logical cells."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+
+from kvferry.layout.address import Address
+from tests.session.crew import Crew, Member, every, open_all
+from tests.session.pools import DIM, HIGH_BASE, Shape, page_list
+
+STAGING_BASE = Address(0xFFFF_8000_0000_0000)
+_names = itertools.count()
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode instance, running."""
+
+    source: str
+    target: str
+    sources: list[Member]
+    targets: list[Member]
+    source_shape: Shape
+    target_shape: Shape
+
+
+def open_pair(crew: Crew, registry: str, source: Shape, target: Shape, **options: object) -> Pair:
+    number = next(_names)
+    names = (f"prefill-{number}", f"decode-{number}")
+    members = crew.take(source.world + target.world)
+    pair = Pair(*names, members[: source.world], members[source.world :], source, target)
+    options = {"slots": 4, "slot_bytes": 1024, **options}
+    open_all(pair.sources, names[0], source, registry, **options)  # type: ignore[arg-type]
+    open_all(pair.targets, names[1], target, registry, **options)  # type: ignore[arg-type]
+    return pair
+
+
+def start(
+    pair: Pair,
+    transfer: str,
+    tokens: tuple[int, int],
+    timeout_s: float = 20.0,
+    receive_first: bool = False,
+    sent: tuple[int, int] | None = None,
+) -> list[int]:
+    """Fill the source and start both sides; returns the target's pages."""
+    sent = sent or (0, tokens[1])
+    start_at = tokens[0]
+    source_pages = page_list(pair.source_shape, sent, sent[0], seed=1)
+    target_pages = page_list(pair.target_shape, tokens, start_at, seed=2)
+    every(pair.sources, "fill", source_pages, sent[0], sent)
+    calls = [
+        (pair.sources, "send", (transfer, source_pages, sent[0], sent, timeout_s)),
+        (pair.targets, "receive", (transfer, pair.source, target_pages, start_at, tokens, timeout_s)),
+    ]
+    for members, name, args in reversed(calls) if receive_first else calls:
+        every(members, name, *args)
+    return target_pages
+
+
+def cross(pair: Pair, tokens: tuple[int, int] = (0, 21), transfer: str = "t", **options: object) -> None:
+    """One transfer; every byte of the target checked."""
+    pages = start(pair, transfer, tokens, **options)  # type: ignore[arg-type]
+    received = every(pair.targets, "wait", transfer)
+    sent = every(pair.sources, "wait", transfer)
+    shape, count = pair.target_shape, tokens[1] - tokens[0]
+    for rank, report in enumerate(received):
+        cells = count * len(shape.rank_layers(rank)) * 2 * len(shape.rank_heads(rank)) * DIM
+        assert report.bytes == cells * 4
+    assert sum(report.bytes for report in sent) == sum(report.bytes for report in received)
+    assert every(pair.targets, "wrong_words", pages, tokens[0], tokens) == [0] * shape.world
+    for stats in every(pair.sources + pair.targets, "stats"):
+        assert (stats["slots_used"], stats["slots_quarantined"], stats["refused_messages"]) == (0, 0, 0)
+
+
+SHAPES = {
+    "tp1-tp2": (Shape(tp=1), Shape(tp=2)),
+    "tp2-tp1": (Shape(tp=2), Shape(tp=1)),
+    "tp2-tp3": (Shape(tp=2, heads=6), Shape(tp=3, heads=6)),
+    "F10 tp1-tp8 heads 4": (Shape(tp=1), Shape(tp=8)),
+    "F11 F14 tp8-tp1 heads 4": (Shape(tp=8), Shape(tp=1)),
+    "F13 tp4-tp2 heads 2": (Shape(tp=4, heads=2), Shape(tp=2, heads=2)),
+    "F13 tp2-tp4 heads 2": (Shape(tp=2, heads=2), Shape(tp=4, heads=2)),
+    "F20 pp2-pp1": (Shape(pp=2), Shape(pp=1)),
+    "F20 pp1-pp2": (Shape(pp=1), Shape(pp=2)),
+    "pp2tp2-tp4": (Shape(tp=2, pp=2), Shape(tp=4)),
+    "F30 page 6-page 4": (Shape(tp=1, page_tokens=6), Shape(tp=2, page_tokens=4)),
+    "F32 nhd-hnd": (Shape(tp=2, order="nhd"), Shape(tp=1, order="hnd")),
+    "F32 hnd-nhd": (Shape(tp=1, order="hnd"), Shape(tp=2, order="nhd")),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_every_byte_lands_where_its_cell_belongs(case: str, crew: Crew, registry: str) -> None:
+    cross(open_pair(crew, registry, *SHAPES[case]))
+
+
+@pytest.mark.parametrize("transport", ["shm", "process_vm", "tcp"])
+@pytest.mark.parametrize("target_tp", [1, 2], ids=["F1 equal TP", "F2 mismatched TP"])
+def test_addresses_with_bit_63_set(transport: str, target_tp: int, crew: Crew, registry: str) -> None:
+    """F1, F2: pools and landing memory in an emulated device address space."""
+    shapes = Shape(tp=1, base=HIGH_BASE), Shape(tp=target_tp, base=HIGH_BASE)
+    cross(open_pair(crew, registry, *shapes, transport=transport, staging_base=STAGING_BASE))
+
+
+@pytest.mark.parametrize("transport", ["local", "shm", "process_vm", "tcp"])
+def test_every_transport(transport: str, crew: Crew, registry: str) -> None:
+    cross(open_pair(crew, registry, Shape(tp=2, order="hnd"), Shape(tp=1, page_tokens=6), transport=transport))
+
+
+def test_f36_prefix_and_order_and_many_transfers_on_one_pair(crew: Crew, registry: str) -> None:
+    """A decode-side prefix hit, receive before send, and requests much larger than the landing memory."""
+    pair = open_pair(crew, registry, Shape(tp=2), Shape(tp=1), slots=2, slot_bytes=256)
+    cross(pair, (8, 29), "prefix", receive_first=True)
+    cross(open_pair(crew, registry, Shape(tp=1), Shape(tp=2), slots=1, slot_bytes=64), (0, 40), "one small slot")
+
+
+def test_many_transfers_at_once(crew: Crew, registry: str) -> None:
+    pair = open_pair(
+        crew, registry, Shape(tp=2, pages=64), Shape(tp=2, page_tokens=6, pages=64), slots=3, slot_bytes=256
+    )
+    for i in range(12):
+        pages = [2 * i, 2 * i + 1]
+        every(pair.sources, "fill", pages, 0, (0, 8))
+        every(pair.targets, "receive", f"t{i}", pair.source, pages, 0, (0, 8), 30.0)
+    for i in reversed(range(12)):
+        every(pair.sources, "send", f"t{i}", [2 * i, 2 * i + 1], 0, (0, 8), 30.0)
+    for i in range(12):
+        every(pair.sources + pair.targets, "wait", f"t{i}")
+    every(pair.targets, "poll")
+    # the same ids in every pair of pages: fill a table that names them all, one after the other
+    for member in pair.targets:
+        assert member("stats")["slots_free"] == 3
+
+
+def test_nothing_wanted_still_ends_on_every_side(crew: Crew, registry: str) -> None:
+    cross(open_pair(crew, registry, Shape(tp=4, heads=2), Shape(tp=2, heads=2)), (8, 8), sent=(0, 8))

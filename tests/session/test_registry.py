@@ -1,0 +1,144 @@
+"""The embedded registry and its client."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry.errors import RegistryError
+from kvferry.session.events import Found, NotFound
+from kvferry.session.registry import Directory, Entry, Registry, RegistryServer
+from kvferry.session.shell import Rendezvous
+
+
+def entry(rank: int, world: int = 2, generation: int = 1, instance: str = "p") -> Entry:
+    return Entry(instance, generation, rank, world, f"tcp://127.0.0.1:{9000 + rank}")
+
+
+@pytest.fixture
+def server() -> Iterator[RegistryServer]:
+    with RegistryServer() as running:
+        yield running
+
+
+def test_f62_ready_only_when_every_rank_is_there() -> None:
+    directory = Directory()
+    directory.put(entry(0), 10, 0)
+    directory.put(entry(0, generation=2), 10, 0)
+    view = directory.view("p", 0)
+    assert not view.ready
+    assert view.missing == "instance 'p' misses rank(s) 1 of 2"
+    directory.put(entry(1), 10, 0)
+    assert directory.view("p", 0).ready
+    assert [e.generation for e in directory.view("p", 0).workers] == [2, 1]
+
+
+def test_an_entry_expires_unless_it_is_renewed() -> None:
+    directory = Directory()
+    directory.put(entry(0, 1), 5, now=0)
+    directory.put(entry(0, 1), 5, now=4)
+    assert directory.view("p", 8.9).ready
+    assert directory.view("p", 9.0).missing == "instance 'p' has no registered worker"
+
+
+def test_an_earlier_start_cannot_replace_a_later_one() -> None:
+    directory = Directory()
+    directory.put(entry(0, 1, generation=5), 10, 0)
+    with pytest.raises(RegistryError, match="generation 4 is superseded by 5"):
+        directory.put(entry(0, 1, generation=4), 10, 0)
+    directory.delete("p", 0, 4)
+    assert directory.view("p", 0).ready, "the earlier start can't sign the later one off either"
+    directory.delete("p", 0, 5)
+    assert not directory.view("p", 0).ready
+
+
+def test_a_restart_with_another_world_counts_alone() -> None:
+    directory = Directory()
+    for rank in range(4):
+        directory.put(entry(rank, 4, generation=1), 100, 0)
+    directory.put(entry(0, 2, generation=2), 100, 0)
+    assert directory.view("p", 0).missing == "instance 'p' misses rank(s) 1 of 2"
+    directory.put(entry(1, 2, generation=2), 100, 0)
+    assert [e.rank for e in directory.view("p", 0).workers] == [0, 1]
+
+
+def test_a_rank_outside_its_world_is_refused() -> None:
+    with pytest.raises(RegistryError, match="rank 2 is outside its world of 2"):
+        Directory().put(entry(2), 10, 0)
+
+
+def test_over_http(server: RegistryServer) -> None:
+    client = Registry(server.url)
+    name = "team a/prefill 0 ü?"
+    client.put(entry(0, 1, instance=name), 10)
+    assert client.instance(name).workers == (entry(0, 1, instance=name),)
+    assert client.instance("nobody").missing == "instance 'nobody' has no registered worker"
+    client.delete(entry(0, 1, instance=name))
+    assert not client.instance(name).ready
+    with pytest.raises(RegistryError, match=r"409.*outside its world"):
+        client.put(entry(3), 10)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("PUT", "/v1/instances/p", b"not json", 400),
+        ("PUT", "/v1/instances/p", b'{"entry": {}, "ttl_s": 1}', 400),
+        ("PUT", "/v1/instances/p", b"x" * (65 << 10), 413),
+        ("GET", "/v1/other", None, 404),
+        ("DELETE", "/v1/instances/p/x/1", None, 404),
+        ("POST", "/v1/instances/p", b"", 501),
+    ],
+)
+def test_junk_is_answered_and_stops_nothing(
+    server: RegistryServer, method: str, path: str, body: bytes | None, status: int
+) -> None:
+    host = server.url.removeprefix("http://")
+    connection = http.client.HTTPConnection(host, timeout=5)
+    connection.request(method, path, body)
+    assert connection.getresponse().status == status
+    connection.close()
+    Registry(server.url).put(entry(0, 1), 10)
+    assert Registry(server.url).instance("p").ready
+
+
+def test_unreachable_and_nonsense_registries_are_typed_errors() -> None:
+    with RegistryServer() as server:
+        url = server.url
+    with pytest.raises(RegistryError, match=url):
+        Registry(url).instance("p")
+    with pytest.raises(RegistryError, match="expected a URL such as"):
+        Registry("127.0.0.1:7000")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])
+def test_f69_only_loopback_is_bound(host: str) -> None:
+    with pytest.raises(RegistryError, match="only loopback"):
+        RegistryServer(host)
+
+
+def test_f61_asks_until_ready_and_refills_a_restarted_registry() -> None:
+    found: list[Found | NotFound] = []
+    ready = threading.Event()
+
+    def post(event: Found | NotFound) -> None:
+        found.append(event)
+        if isinstance(event, Found):
+            ready.set()
+
+    with RegistryServer() as server:
+        port = int(server.url.rpartition(":")[2])
+        rendezvous = Rendezvous(Registry(server.url), entry(0), 0.3, post)
+        rendezvous.lookup("p", time.monotonic() + 20)
+        assert not ready.wait(0.2)
+        assert isinstance(found[-1], NotFound)
+        assert found[-1].problem == "instance 'p' misses rank(s) 1 of 2"
+    with RegistryServer(port=port) as server:
+        Registry(server.url).put(entry(1), 10)
+        assert ready.wait(10), "the renewal refills the restarted registry, and the failure was not kept"
+        rendezvous.close()
+        assert Registry(server.url).instance("p").missing == "instance 'p' misses rank(s) 0 of 2"
