@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvferry.errors import EngineError
-from kvferry.layout.address import Address
-from kvferry.layout.document import Buffer, Group, Mode, Pool, Region, Worker
+from kvferry.layout.document import Group, Worker
 from kvferry.layout.request import Side, Table
+from kvferry.layout.tensors import pool_of
 
 PageLayout = Literal["nhd", "hnd"]
 GROUP = "attn"
@@ -108,27 +109,24 @@ class PagePool:
 
     def describe(self, rank: int) -> Worker:
         """This rank's part of the kvferry-instance/1 document: addresses and strides are the live tensors' own."""
-        regions: list[Region] = []
-        buffers: list[Buffer] = []
-        for layer, pair in enumerate(self.tensors):
-            for part, tensor in zip(PARTS, pair, strict=True):
-                buffers.append(Buffer(layer, part, len(regions), 0, self.pages))
-                regions.append(Region(base=Address(tensor.data_ptr()), bytes=tensor.nbytes))
-        view = self.parts[0][0]
-        page, token, head, dim = (stride * view.itemsize for stride in view.stride())
-        pool = Pool(
-            group=GROUP,
-            page_tokens=self.page_tokens,
-            page_bytes=page,
-            modes=(
-                Mode("token", view.shape[1], token),
-                Mode("head", view.shape[2], head),
-                Mode("dim", view.shape[3], dim),
-            ),
-            buffers=tuple(buffers),
-            owned={"head": (self.heads,)},
-        )
-        return Worker(rank=rank, regions=tuple(regions), pools=(pool,))
+        group = self.shape.group
+        described = [
+            pool_of(
+                view,
+                ("page", "token", "head", "dim"),
+                group,
+                layers=(layer,),
+                parts=(PARTS[part],),
+                owned={"head": (self.heads,)},
+                region=layer * len(PARTS) + part,
+            )
+            for layer, pair in enumerate(self.parts)
+            for part, view in enumerate(pair)
+        ]
+        # the tensors differ in nothing but where they are, so one pool holds them all
+        buffers = tuple(buffer for _, pool in described for buffer in pool.buffers)
+        pool = msgspec.structs.replace(described[0][1], buffers=buffers)
+        return Worker(rank=rank, regions=tuple(region for region, _ in described), pools=(pool,))
 
 
 def local_heads(heads: int, rank: int, tp: int) -> tuple[int, int]:
