@@ -1,1 +1,1 @@
-"""Moving bytes: where a worker's memory is in this process, the landing memory of a target, and the ways to reach it."""
+"""Moving bytes: where a worker's memory is, the landing memory of a target, and the ways to reach it."""

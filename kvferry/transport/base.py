@@ -15,7 +15,7 @@ from kvferry.transport.staging import KEY_BYTES, Size, Slots, Staging
 
 NAMES = ("auto", "local", "shm", "process_vm", "tcp")
 """What `open_transport` knows."""
-Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 
 

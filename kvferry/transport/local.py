@@ -9,7 +9,6 @@ import ctypes
 import fcntl
 import os
 import stat
-import threading
 import time
 from functools import cache
 from typing import Any
@@ -22,16 +21,7 @@ from kvferry.transport.base import Export, LocalCard, check_data
 from kvferry.transport.copies import Bytes
 from kvferry.transport.memory import host_address
 from kvferry.transport.process import ProcessWatch, start_ticks
-from kvferry.transport.staging import (
-    HEADER_BYTES,
-    MAGIC,
-    PROBE_OFFSET,
-    Slots,
-    Staging,
-    map_file,
-    slot_view,
-    unmap,
-)
+from kvferry.transport.staging import HEADER_BYTES, KEY_BYTES, MAGIC, PROBE_OFFSET, Staging, map_file, slot_view, unmap
 
 IOVECS = 1024
 """Most runs that one system call takes (IOV_MAX)."""
@@ -61,7 +51,7 @@ class ShmPeer:
             self._bytes: Bytes | None = np.frombuffer(self._mapping, np.uint8)
             if self._bytes[: len(MAGIC + export.key)].tobytes() != MAGIC + export.key:
                 raise TransportUnavailable("the memory found there has another key")
-            _probe_place(self._bytes)[:] = np.frombuffer(export.key, np.uint8)
+            self._bytes[PROBE_OFFSET : PROBE_OFFSET + KEY_BYTES] = np.frombuffer(export.key, np.uint8)
             self._watch.check()
         except (OSError, ValueError) as error:
             self.close()
@@ -124,10 +114,6 @@ def _check_file(found: os.stat_result, card: LocalCard, nbytes: int) -> None:
         )
 
 
-def _probe_place(file: Bytes) -> Bytes:
-    return file[PROBE_OFFSET : PROBE_OFFSET + 16]
-
-
 class ProcessVmPeer:
     """The target's staging, written by system calls that name its process."""
 
@@ -135,13 +121,11 @@ class ProcessVmPeer:
     reason = ""
 
     def __init__(self, export: Export, card: LocalCard) -> None:
-        self._slots: Slots = export.slots
+        self._slots = export.slots
         if not card.address.spans(_file_bytes(export, card)):
             raise TransportUnavailable(f"the staging at {card.address} passes 2**64")
         self._watch = ProcessWatch(card.pid, card.start_ticks)
         self._card = card
-        self._lock = threading.Lock()
-        self._users = 0
         try:
             found = np.zeros(len(MAGIC + export.key), np.uint8)
             self._move("process_vm_readv", found, card.address, None)
@@ -204,7 +188,7 @@ def move_runs(
             raise TransportError(f"{call} to process {pid}: {_explain(ctypes.get_errno())}")
         ends = np.cumsum(left, dtype=np.uint64)
         whole = int(np.searchsorted(ends, np.uint64(moved), side="right"))
-        done = np.uint64(moved) - (ends[whole - 1] if whole else np.uint64(0)) + (np.uint64(0) if whole else done)
+        done = np.uint64(moved) - ends[whole - 1] if whole else done + np.uint64(moved)
         row += whole
 
 

@@ -6,6 +6,7 @@ addresses that use all 64 bits are emulated with plain host memory.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -81,7 +82,9 @@ class HostMemory:
     def _parts(self, copies: DenseCopies, chunk_bytes: int) -> list[_Part]:
         addresses, lengths = copies.addresses, copies.lengths
         if not len(lengths) == len(addresses) == len(copies.dense_offsets):
-            raise AddressError(f"{len(addresses)} addresses, {len(copies.dense_offsets)} offsets, {len(lengths)} lengths")
+            raise AddressError(
+                f"{len(addresses)} addresses, {len(copies.dense_offsets)} offsets, {len(lengths)} lengths"
+            )
         dense = Addresses(copies.dense_offsets).offsets_in(Address(0), chunk_bytes, lengths, "chunk")
         if not len(lengths):
             return []
@@ -103,7 +106,7 @@ def _grouped(values: npt.NDArray[np.intp]) -> list[tuple[int, npt.NDArray[np.int
     order = None if ordered else np.argsort(values, kind="stable")
     ascending = values if order is None else values[order]
     edges = [0, *(np.flatnonzero(ascending[1:] != ascending[:-1]) + 1).tolist(), len(values)]
-    spans = [slice(start, stop) for start, stop in zip(edges, edges[1:])]
+    spans = [slice(start, stop) for start, stop in itertools.pairwise(edges)]
     return [(int(ascending[span.start]), span if order is None else order[span]) for span in spans]
 
 

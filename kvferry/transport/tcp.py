@@ -1,266 +1,331 @@
-"""TCP: the transport that always works. The receiver checks grant and bounds before a byte is written, and writes
-nothing after a revoke.
+"""Frames over TCP: the receiver checks each one before a byte of it reaches the staging memory.
 
-Frame: header (magic, version, address, bytes, grant) and the data. Answer: magic, status, text. One connection per
-peer, one write at a time on it.
+A connection says hello with the key of the export, so that nobody writes to a port that has changed hands. Then it
+sends frames: header, bytes, and waits for the reply. A frame that is refused ends its connection and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
-import select
+import ipaddress
+import logging
 import socket
 import struct
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import msgspec
-
-from kvferry.errors import AddressError, TransportError, TransportUnavailable
-from kvferry.layout.address import Address, Addresses
-from kvferry.layout.document import encode_msgpack
-from kvferry.transport.base import read_export
-from kvferry.transport.memory import Bytes
+from kvferry.errors import TransportError, TransportUnavailable
+from kvferry.layout.address import Address
+from kvferry.transport.base import Export, TcpCard, check_data
+from kvferry.transport.copies import Bytes
 from kvferry.transport.staging import Staging
 
-MAGIC = b"KVFT"
+LOG = logging.getLogger("kvferry.transport")
 VERSION = 1
-GRANT_BYTES = 16
-HEADER = struct.Struct(f"!4sHxxQQ{GRANT_BYTES}s")
-ANSWER = struct.Struct("!4sHH")
-PIECE_BYTES = 256 << 10
-CONNECT_TIMEOUT_S = 5.0
-STALL_TIMEOUT_S = 60.0
-"""A sender that stays silent in the middle of a frame for this long loses its connection, never more."""
+HELLO, WRITE = 0, 1
+GRANT_BYTES_MAX = 32
+HEADER = struct.Struct("!4sHBBQQ32s")  # magic, version, kind, bytes of the grant, address, length, grant
+FRAME_MAGIC = b"kvfF"
+REPLY = struct.Struct("!4sBH")  # magic, 1 = done, bytes of the reason that follows
+REPLY_MAGIC = b"kvfR"
+MAX_CONNECTIONS = 1024
+CONNECT_S = 5.0
+LINGER_S = 1.0
+"""How long a refused sender is listened to, so that it can read the reason before its connection breaks."""
 
 
-class TcpExport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    host: str
-    port: int
-    base: Address
-    nbytes: int
+class _Refused(Exception):
+    """The frame breaks the rules; the text goes to the sender."""
 
 
 @dataclass
-class Granted:
+class _Grant:
     slot: int
     nbytes: int
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    busy: socket.socket | None = None
     revoked: bool = False
 
 
-class Tcp:
-    """Listens on `host` (one port, chosen by the system) and writes what arrives into granted slots only."""
-
-    name = "tcp"
+class Receiver:
+    """The target's side: one thread waits for connections, one more for each connection; waiting costs nothing."""
 
     def __init__(self, staging: Staging, host: str = "127.0.0.1") -> None:
         self._staging = staging
-        self._grants: dict[bytes, Granted] = {}
-        self._lock = threading.Lock()
-        self._closed = False
+        self._changed = threading.Condition()
+        self._grants: dict[bytes, _Grant] = {}
         self._connections: dict[socket.socket, threading.Thread] = {}
-        self._listener = socket.create_server((host, 0))
-        self._host, self._port = self._listener.getsockname()[:2]
-        self._acceptor = threading.Thread(target=self._accept, name="kvferry-tcp-accept", daemon=True)
-        self._acceptor.start()
-
-    def export(self) -> bytes:
-        return encode_msgpack(TcpExport(self._host, self._port, self._staging.base, self._staging.nbytes))
+        self._stop = threading.Event()
+        self._listener = socket.create_server((_loopback(host), 0), backlog=128)
+        self.card = TcpCard(*self._listener.getsockname()[:2])
+        self._thread = threading.Thread(target=self._accept, name="kvferry-tcp-accept", daemon=True)
+        self._thread.start()
 
     def grant(self, grant: bytes, slot: int, nbytes: int) -> None:
-        with self._lock:
-            self._grants[grant] = Granted(slot, nbytes)
+        self._staging.address(slot)  # raises where there is no such slot
+        if not 1 <= len(grant) <= GRANT_BYTES_MAX:
+            raise TransportError(f"a grant has 1 … {GRANT_BYTES_MAX} bytes, got {len(grant)}")
+        if not 0 <= nbytes <= self._staging.slot_bytes:
+            raise TransportError(f"{nbytes} bytes granted in a slot of {self._staging.slot_bytes}")
+        with self._changed:
+            if grant in self._grants:
+                raise TransportError("this grant is in use already")
+            self._grants[grant] = _Grant(slot, nbytes)
 
     def revoke(self, grant: bytes) -> None:
-        with self._lock:
-            granted = self._grants.pop(grant, None)
-        if granted is not None:
-            with granted.lock:  # a piece that is being received ends first
-                granted.revoked = True
-
-    def connect(self, export: bytes) -> TcpPeer:
-        card = read_export(export, TcpExport)
-        try:
-            connection = _connect(card)
-        except OSError as error:
-            raise TransportUnavailable(f"can't connect to {card.host}:{card.port}: {error}") from None
-        return TcpPeer(card, connection)
+        with self._changed:
+            entry = self._grants.pop(grant, None)
+            if entry is None:
+                return
+            entry.revoked = True
+            if entry.busy is not None:
+                _shut(entry.busy)
+                # the receiving thread is woken by the shutdown: this waits for one recv call at most
+                self._changed.wait_for(lambda: entry.busy is None)
 
     def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            connections = dict(self._connections)
-        for socket_ in (self._listener, *connections):
-            with contextlib.suppress(OSError):
-                socket_.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for thread in (self._acceptor, *connections.values()):
+        with self._changed:
+            self._stop.set()
+            _shut(self._listener)
+            for connection in self._connections:
+                _shut(connection)
+            threads = [self._thread, *self._connections.values()]
+        for thread in threads:
             thread.join()
+        self._listener.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._stop.is_set():
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                time.sleep(0.05)  # out of descriptors, say: others may close theirs
+            except OSError as error:
+                if not self._stop.is_set():
+                    LOG.warning("can't accept a connection: %s", error)
+                self._stop.wait(0.1)  # no busy loop where descriptors have run out
                 continue
-            thread = threading.Thread(target=self._serve, args=(connection,), name="kvferry-tcp", daemon=True)
-            with self._lock:
-                if self._closed:
+            with self._changed:
+                if self._stop.is_set() or len(self._connections) >= MAX_CONNECTIONS:
                     connection.close()
-                    return
+                    continue
+                thread = threading.Thread(target=self._serve, args=(connection,), name="kvferry-tcp", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    LOG.warning("no thread for a connection: %s", error)
+                    connection.close()
+                    continue
                 self._connections[connection] = thread
-            thread.start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Receive frames until the peer leaves or sends something wrong; either ends this connection only."""
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            while header := _receive_exactly(connection, HEADER.size):
-                problem = self._receive_frame(connection, header)
-                text = problem.encode()[:1000]
-                connection.sendall(ANSWER.pack(MAGIC, 1 if problem else 0, len(text)) + text)
-                if problem:
-                    return
-        except OSError:
-            return
+            _set_options(connection)
+            connection.settimeout(CONNECT_S)  # a stranger who says nothing doesn't keep the thread
+            self._greet(connection)
+            connection.settimeout(None)
+            while self._receive(connection):
+                _reply(connection, "")
+        except _Refused as refusal:
+            LOG.warning("a frame was refused, its connection is closed: %s", refusal)
+            with contextlib.suppress(OSError):
+                _reply(connection, str(refusal))
+                self._linger(connection)
+        except OSError as error:
+            LOG.info("a connection ended: %s", error)
+        except Exception:
+            LOG.exception("a connection ended by an unexpected error")
         finally:
-            with self._lock:
+            with self._changed:
                 self._connections.pop(connection, None)
-            connection.close()
+                connection.close()
 
-    def _receive_frame(self, connection: socket.socket, header: bytes) -> str:
-        """Receive one frame into its slot; returns what is wrong with it, or nothing."""
-        magic, version, address, nbytes, grant = HEADER.unpack(header)
-        if magic != MAGIC or version != VERSION:
-            return f"not a kvferry frame of version {VERSION}"
-        with self._lock:
-            granted = self._grants.get(grant)
-        if granted is None:
-            return "this grant is unknown or was revoked"
+    def _greet(self, connection: socket.socket) -> None:
+        header = bytearray(HEADER.size)
+        if not _fill(connection, memoryview(header)):
+            raise ConnectionResetError("closed before it said hello")
+        kind, key, _, _ = _parse(header)
+        if kind != HELLO or key != self._staging.key:
+            raise _Refused("no hello with the key of this staging memory")
+        _reply(connection, "")
+
+    def _receive(self, connection: socket.socket) -> bool:
+        """One frame into its slot; False where the connection ended before it."""
+        header = bytearray(HEADER.size)
+        if not _fill(connection, memoryview(header)):
+            return False
+        kind, key, address, nbytes = _parse(header)
+        if kind != WRITE:
+            raise _Refused(f"unknown frame kind {kind}")
+        entry, place = self._claim(connection, key, address, nbytes)
         try:
-            offset = Addresses([Address(address)]).offsets_in(
-                self._staging.address(granted.slot), granted.nbytes, nbytes, "the granted slot"
-            )
-        except AddressError as error:
-            return str(error)
-        start = int(offset[0])
-        room = self._staging.view(granted.slot)[start : start + nbytes].data
-        return _receive_into(connection, room, granted)
+            if nbytes and not _fill(connection, place.data, entry):
+                raise ConnectionResetError("closed before the bytes came")
+        finally:
+            with self._changed:
+                entry.busy = None
+                self._changed.notify_all()
+        return True
 
+    def _claim(self, connection: socket.socket, grant: bytes, address: Address, nbytes: int) -> tuple[_Grant, Bytes]:
+        """The one gate: the grant lives, nobody else writes under it, and the range is inside what it allows."""
+        with self._changed:
+            entry = self._grants.get(grant)
+            if entry is None:
+                raise _Refused("unknown or revoked grant")
+            try:
+                slot, offset = self._staging.layout.place(address, nbytes)
+            except TransportError as error:
+                raise _Refused(str(error)) from None
+            if slot != entry.slot or nbytes > entry.nbytes or offset > entry.nbytes - nbytes:
+                raise _Refused(
+                    f"{address} + {nbytes} bytes is outside the grant of {entry.nbytes} bytes in slot {entry.slot}"
+                )
+            if entry.busy is not None:
+                raise _Refused("somebody writes under this grant already")
+            place = self._staging.view(slot)[offset : offset + nbytes]
+            entry.busy = connection
+            return entry, place
 
-def _receive_into(connection: socket.socket, room: memoryview, granted: Granted) -> str:
-    """Fill `room` piece by piece, each under the grant's lock, so that nothing lands after a revoke has returned."""
-    done = 0
-    while done < len(room):
-        if not select.select([connection], [], [], STALL_TIMEOUT_S)[0]:
-            return f"no data for {STALL_TIMEOUT_S} s in the middle of a frame"
-        with granted.lock:
-            if granted.revoked:
-                return "the grant was revoked"
-            count = connection.recv_into(room[done : done + PIECE_BYTES])  # data is there: doesn't block
-        if not count:
-            raise ConnectionError("the sender left in the middle of a frame")
-        done += count
-    return "the grant was revoked" if granted.revoked else ""
+    def _linger(self, connection: socket.socket) -> None:
+        connection.shutdown(socket.SHUT_WR)
+        end_s, waste = time.monotonic() + LINGER_S, bytearray(1 << 16)
+        while (left_s := end_s - time.monotonic()) > 0 and not self._stop.is_set():
+            connection.settimeout(left_s)
+            if not connection.recv_into(waste):
+                return
 
 
 class TcpPeer:
-    name = "tcp"
-    reason = "works everywhere"
+    """The source's side: one connection, one write at a time. Once a write has failed it is of no further use."""
 
-    def __init__(self, card: TcpExport, connection: socket.socket) -> None:
-        self._card = card
+    name = "tcp"
+    reason = ""
+
+    def __init__(self, export: Export, card: TcpCard) -> None:
+        self._slots = export.slots
         self._lock = threading.Lock()
-        self._connection: socket.socket | None = connection
-        self._closed = False
+        where = f"{card.host}:{card.port}"
+        try:
+            self._socket = socket.create_connection((_loopback(card.host), card.port), timeout=CONNECT_S)
+        except OSError as error:
+            raise TransportUnavailable(f"can't connect to {where}: {error}") from None
+        try:
+            _set_options(self._socket)
+            self._exchange(HELLO, export.key, Address(0), b"", time.monotonic() + CONNECT_S)
+        except (OSError, TransportError) as error:
+            self._socket.close()
+            raise TransportUnavailable(f"{where} does not answer as the staging memory's owner: {error}") from None
 
     def slot(self, address: Address, nbytes: int) -> None:
         return None
 
     def write(self, address: Address, grant: bytes, data: Bytes, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        with self._lock:
-            if self._closed:
-                raise TransportError("the way to this peer is closed")
-            try:
-                if self._connection is None:
-                    self._connection = _connect(self._card)
-                status, text = _exchange(self._connection, address, grant, data, deadline)
-            except OSError as error:
-                self._drop()
-                raise TransportError(f"tcp to {self._card.host}:{self._card.port}: {error or 'timed out'}") from None
-            if status:
-                self._drop()  # the receiver closes after a refusal
-                raise TransportError(f"tcp to {self._card.host}:{self._card.port}: refused: {text}")
-
-    def _drop(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = None
+        self._slots.place(address, check_data(data).nbytes)  # the target checks again; this keeps the connection
+        if not 1 <= len(grant) <= GRANT_BYTES_MAX:
+            raise TransportError(f"a grant has 1 … {GRANT_BYTES_MAX} bytes, got {len(grant)}")
+        deadline_s = time.monotonic() + timeout_s
+        if not self._lock.acquire(timeout=max(0.0, timeout_s)):
+            raise TransportError(f"write of {data.nbytes} bytes: earlier writes took all of its {timeout_s} s")
+        try:
+            self._exchange(WRITE, grant, address, data.data, deadline_s)
+        except OSError as error:
+            self._socket.close()
+            late = isinstance(error, TimeoutError)
+            problem = f"not done within {timeout_s} s" if late else f"the connection broke: {error}"
+            raise TransportError(f"write of {data.nbytes} bytes to {address}: {problem}") from None
+        except TransportError:
+            self._socket.close()
+            raise
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
-        self._closed = True
-        connection = self._connection
-        if connection is not None:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # wakes a write that is under way
+        _shut(self._socket)  # ends a write that is under way in another thread
         with self._lock:
-            self._drop()
+            self._socket.close()
+
+    def _exchange(self, kind: int, grant: bytes, address: Address, data: bytes | memoryview, deadline_s: float) -> None:
+        header = HEADER.pack(FRAME_MAGIC, VERSION, kind, len(grant), address.value, len(data), grant)
+        self._limit(deadline_s)
+        self._socket.sendall(header)
+        if data:
+            self._limit(deadline_s)
+            self._socket.sendall(data)
+        magic, done, count = REPLY.unpack(self._read(REPLY.size, deadline_s))
+        if magic != REPLY_MAGIC:
+            raise TransportError("the reply is not one of this protocol")
+        reason = self._read(count, deadline_s).decode("utf-8", "replace")
+        if done != 1:
+            raise TransportError(f"refused by the target: {reason}")
+
+    def _read(self, nbytes: int, deadline_s: float) -> bytes:
+        data = bytearray(nbytes)
+        view = memoryview(data)
+        while view:
+            self._limit(deadline_s)
+            count = self._socket.recv_into(view)
+            if not count:
+                raise ConnectionResetError("the target closed it")
+            view = view[count:]
+        return bytes(data)
+
+    def _limit(self, deadline_s: float) -> None:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("out of time")
+        self._socket.settimeout(left_s)
 
 
-def _connect(card: TcpExport) -> socket.socket:
-    connection = socket.create_connection((card.host, card.port), timeout=CONNECT_TIMEOUT_S)
+def connect_tcp(export: Export) -> TcpPeer:
+    assert export.tcp is not None  # offered, the caller has looked
+    return TcpPeer(export, export.tcp)
+
+
+def _loopback(host: str) -> str:
+    """Nothing authenticates a peer yet, so nothing but this host is bound or connected to."""
+    if host == "localhost":
+        return "127.0.0.1"
+    try:
+        if ipaddress.IPv4Address(host).is_loopback:
+            return host
+    except ValueError:
+        pass
+    raise TransportUnavailable(f"host {host!r}: tcp uses IPv4 loopback addresses only, in this version")
+
+
+def _set_options(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def _exchange(
-    connection: socket.socket, address: Address, grant: bytes, data: Bytes, deadline: float
-) -> tuple[int, str]:
-    """Send one frame and read its answer: (status, text). OSError, TimeoutError included, where it doesn't come."""
-    if len(grant) != GRANT_BYTES:
-        raise TransportError(f"a grant has {GRANT_BYTES} bytes, got {len(grant)}")
-    _set_timeout(connection, deadline)
-    connection.sendall(HEADER.pack(MAGIC, VERSION, address.value, data.nbytes, grant))
-    room = data.data
-    for start in range(0, len(room), PIECE_BYTES):
-        _set_timeout(connection, deadline)
-        try:
-            connection.sendall(room[start : start + PIECE_BYTES])
-        except (BrokenPipeError, ConnectionResetError):
-            break  # refused early: the answer may say why
-    _set_timeout(connection, deadline)
-    answer = _receive_exactly(connection, ANSWER.size)
-    if not answer:
-        raise ConnectionError("the receiver left without an answer")
-    magic, status, length = ANSWER.unpack(answer)
-    if magic != MAGIC:
-        raise ConnectionError("the answer is not kvferry's")
-    return status, _receive_exactly(connection, length).decode(errors="replace")
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
-def _set_timeout(connection: socket.socket, deadline: float) -> None:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("timed out")
-    connection.settimeout(left)
+def _parse(header: bytearray) -> tuple[int, bytes, Address, int]:
+    magic, version, kind, grant_bytes, address, nbytes, grant = HEADER.unpack(header)
+    if magic != FRAME_MAGIC or version != VERSION:
+        raise _Refused(f"not a frame of this protocol, version {VERSION}: starts with {bytes(header[:6]).hex()}")
+    if grant_bytes > GRANT_BYTES_MAX:
+        raise _Refused(f"a grant of {grant_bytes} bytes")
+    return kind, grant[:grant_bytes], Address(address), nbytes
 
 
-def _receive_exactly(connection: socket.socket, nbytes: int) -> bytes:
-    """Read `nbytes` bytes; empty where the peer left before the first."""
-    parts = bytearray()
-    while len(parts) < nbytes:
-        part = connection.recv(nbytes - len(parts))
-        if not part:
-            if parts:
-                raise ConnectionError("the peer left in the middle of a message")
-            return b""
-        parts += part
-    return bytes(parts)
+def _fill(connection: socket.socket, view: memoryview, grant: _Grant | None = None) -> bool:
+    """Receive until `view` is full; False where the connection was closed before the first byte."""
+    total = len(view)
+    while view:
+        if grant is not None and grant.revoked:
+            raise ConnectionResetError("the grant was revoked")
+        count = connection.recv_into(view)
+        if not count:
+            if len(view) == total:
+                return False
+            raise ConnectionResetError("closed in the middle of a frame")
+        view = view[count:]
+    return True
+
+
+def _reply(connection: socket.socket, problem: str) -> None:
+    text = problem.encode()[:1000]
+    connection.sendall(REPLY.pack(REPLY_MAGIC, not problem, len(text)) + text)
