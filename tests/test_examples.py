@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,13 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 def test_move_moves_every_wanted_byte(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, EXAMPLES / "move.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, EXAMPLES / "move.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
