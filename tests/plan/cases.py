@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 Json = dict[str, Any]
@@ -52,7 +53,7 @@ def random_groups(rnd: random.Random) -> list[Json]:
             {**plain, "name": "v", "parts": ["v"], "axes": {"head": heads, "dim": 2}},
         ],
         "scales": [
-            {**plain, "name": "attn", "dtype": "uint8", "encoding": "mxfp4", "parts": ["k"], "axes": {"head": heads, "dim": 4}},
+            {**plain, "name": "attn", "parts": ["k"], "axes": {"head": heads, "dim": 4}, "dtype": "uint8", "encoding": "fp4"},
             {**plain, "name": "scale", "dtype": "float32", "parts": ["k"], "axes": {"head": heads, "block": 2}},
         ],
         "mla": [{**plain, "name": "mla", "parts": ["latent"], "axes": {"dim": rnd.choice([3, 6])}}],
@@ -173,7 +174,7 @@ def random_spread(rnd: random.Random, group: Json, grid: Grid) -> tuple[dict[int
     elif axis == "channel":  # q | k | v of unequal width, each split
         edges = rnd.choice([[0, 6, 8, 12], [0, 4, 8, 12], [0, 2, 9, 12]])
         shares = [[] for _ in range(grid.tp)]
-        for low, high in zip(edges, edges[1:], strict=False):
+        for low, high in pairwise(edges):
             for rank, segments in enumerate(even_shares(high - low, grid.tp)):
                 shares[rank] += [[low + start, low + stop] for start, stop in segments]
     else:
@@ -219,7 +220,7 @@ def random_pools(rnd: random.Random, group: Json, shape: Json, layers: list[int]
 
 
 def random_layout(rnd: random.Random, group: Json, shape: Json, keys: list[tuple[int, str]], pages: int) -> Json:
-    """Modes, page_bytes and buffers (relative to the pool) of any nesting of page, layer, part and in-page digits, padded or not."""
+    """Modes, page_bytes and buffers of any nesting of page, layer, part and in-page digits, padded or not."""
     counts = {
         axis: sum(stop - start for start, stop in shape["owned"].get(axis, [[0, size]]))
         for axis, size in group["axes"].items()

@@ -1,7 +1,7 @@
-"""A slow and obviously right planner's judge, written from the formats' description alone; it shares no code with kvferry.
+"""The planner's judge: slow, obviously right, written from the formats' description alone; shares no code with kvferry.
 
-It reads the plain JSON objects of instances and requests. A worker's memory is a dict from address to tag, and the tag is the logical
-byte that belongs there: (group, layer, part, token, axis indices, byte of the item).
+It reads the plain JSON objects of instances and requests. A worker's memory is a dict from address to tag, and the tag
+is the logical byte that belongs there: (group, layer, part, token, axis indices, byte of the item).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def offset_in_page(pool: Json, axis: str, local: int) -> int:
 def token_place(
     pool: Json, group: Json, buffer: list[Any], side: Json, rank: int, token: int
 ) -> tuple[int, int] | None:
-    """(page, slot in the page) of a token on a worker, None where the worker doesn't own it, Refused where it has no page."""
+    """(page, slot in it) of a token on a worker; None where the worker doesn't own it, Refused where it has no page."""
     cycle_rank, size, block = pool.get("owned", {}).get("token", [0, 1, 1])
     if (token // block) % size != cycle_rank:
         return None
@@ -115,7 +115,7 @@ def wanted_tokens(request: Json) -> dict[str, range]:
 
 
 def target_memory(target: Json, request: Json) -> dict[int, dict[int, Tag]]:
-    """What each target rank must hold afterwards: rank → address → tag. Refused if a byte has no place or two bytes one."""
+    """What each target rank must hold afterwards: rank → address → tag. Refused: a byte without a place, two in one."""
     memory: dict[int, dict[int, Tag]] = {}
     for worker in target["workers"]:
         mine = memory.setdefault(worker["rank"], {})
@@ -188,7 +188,7 @@ def may_be_refused_early(source: Json, target: Json, request: Json) -> bool:
 
 
 def replay(source: Json, target: Json, request: Json, plan: Json) -> int:
-    """Carry out a plan byte by byte and compare with what was wanted; returns the number of bytes. AssertionError if wrong."""
+    """Carry out a plan byte by byte and compare it with what was wanted; returns the number of bytes."""
     wanted = target_memory(target, request)
     memory, _, _ = source_memory(source, request)
     written: dict[int, dict[int, Tag]] = {rank: {} for rank in wanted}

@@ -1,6 +1,6 @@
 """Plans of random instances and requests, replayed byte by byte and compared with the oracle.
 
-KVFERRY_EXAMPLES sets how many examples are tried.
+KVFERRY_EXAMPLES sets how many examples are tried; a slow test goes through 20,000 seeds.
 """
 
 from __future__ import annotations
@@ -78,6 +78,20 @@ def test_random_cases_are_worth_their_name() -> None:
         ends.append(judge(source, target, request))
     assert ends.count("moved") > 70
     assert ends.count("refused") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_seeds() -> None:
+    for seed in range(max(EXAMPLES, 20_000)):
+        rnd = random.Random(seed)
+        source, target, request = random_case(rnd)
+        if seed % 4 == 3:
+            spoil(rnd, source, target, request)
+        try:
+            judge(source, target, request)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
 
 
 @pytest.mark.parametrize("harm", ["lost", "twice", "shifted", "wrong source", "beside"])
