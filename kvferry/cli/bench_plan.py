@@ -65,10 +65,19 @@ def _llama(
     """Llama-3.1-70B: 80 layers, 8 KV heads, head_dim 128, bfloat16."""
     source = uniform_instance(
         "prefill", 80, 8, 128, source_tp, source_pp, layout=layout, pages=pages, bases=DEVICE_BASE
-    )  # fmt: skip
+    )
     target = uniform_instance(
-        "decode", 80, 8, 128, target_tp, target_pp, layout=layout, pages=pages, bases=1 << 40, page_tokens=target_page_tokens
-    )  # fmt: skip
+        "decode",
+        80,
+        8,
+        128,
+        target_tp,
+        target_pp,
+        layout=layout,
+        pages=pages,
+        bases=1 << 40,
+        page_tokens=target_page_tokens,
+    )
     return source, target
 
 
