@@ -87,6 +87,7 @@ class Transfer:
     def __init__(self, role: Role, transfer: str, timeout_s: float) -> None:
         self.id = transfer
         self.role = role
+        self.hidden = False
         self.state: Literal["running", "done", "failed"] = "running"
         self.error: TransferError | None = None
         self.report: Report | None = None
@@ -133,7 +134,11 @@ class Endpoint:
         self._instance, self._memory = own, memory
         self._me = Peer(instance.instance, time.time_ns(), rank)
         self._staging = Staging(slots, slot_bytes, staging_base)
-        self._transport = open_transport(transport, self._staging)
+        try:
+            self._transport = open_transport(transport, self._staging)
+        except KVFerryError:
+            self._staging.close()
+            raise
         self._context = zmq.Context(io_threads=1)
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -182,24 +187,19 @@ class Endpoint:
 
     def connect(self, source: str, *, timeout_s: float) -> None:
         """Shake hands with every worker of `source` now. IncompatibleError; TransferTimeout if it is not there."""
-        name = f"connect:{secrets.token_hex(8)}"
+        name = f"connect {source} {secrets.token_hex(4)}"[-256:]
         call = ReceiveCall(name, source, {}, Side(), timeout_s, connect_only=True)
-        transfer = self._start("target", call)
         try:
-            self.wait(transfer)
+            self.wait(self._start("target", call))
         except TransferRefused as error:
             if isinstance(error.__cause__, IncompatibleError):
                 raise error.__cause__ from None
             raise
-        finally:
-            with self._lock:
-                self._finished = [other for other in self._finished if other is not transfer]
 
     def poll(self) -> list[Transfer]:
         """Transfers that have ended since the last poll, in order."""
         with self._lock:
-            ended = [transfer for transfer in self._finished if not transfer.id.startswith("connect:")]
-            self._finished = [transfer for transfer in self._finished if transfer.id.startswith("connect:")]
+            ended, self._finished = self._finished, []
         return ended
 
     def wait(self, transfer: Transfer, timeout_s: float | None = None) -> Report:
@@ -262,6 +262,7 @@ class Endpoint:
         if not (0 < call.timeout_s <= 1e6):
             raise DocumentError("timeout_s", f"must be in (0, 1e6], got {call.timeout_s}")
         transfer = Transfer(role, call.transfer, call.timeout_s)
+        transfer.hidden = isinstance(call, ReceiveCall) and call.connect_only
         with self._lock:
             if self._closed:
                 raise TransferRefused(Where(call.transfer, "", "matching", 0.0), "the endpoint is closed")
@@ -295,6 +296,7 @@ class Endpoint:
                 self._apply(actions)
             if self._closing and self._machine.quiet:
                 break
+        self._apply(self._machine.goodbye())
         self._router.close()
         for dealer in self._dealers.values():
             dealer.close(linger=500)
@@ -420,7 +422,8 @@ class Endpoint:
             self._cancelled.pop(ended.transfer, None)
         with self._lock:
             transfer = self._transfers.pop((ended.role, ended.transfer))
-            self._finished.append(transfer)
+            if not transfer.hidden:
+                self._finished.append(transfer)
         transfer._end(ended.report, ended.error)
 
     # on other threads

@@ -10,6 +10,7 @@ from kvferry.session.events import (
     AbortCall,
     Action,
     Died,
+    Ended,
     Event,
     Found,
     NotFound,
@@ -19,6 +20,7 @@ from kvferry.session.events import (
     Received,
     Scattered,
     ScatterFailed,
+    Send,
     SendCall,
     WriteFailed,
     Written,
@@ -26,10 +28,12 @@ from kvferry.session.events import (
 from kvferry.session.messages import (
     Abort,
     AbortAck,
+    About,
     Card,
     ChunkDone,
     Commit,
     Complete,
+    Goodbye,
     Grants,
     Hello,
     Landed,
@@ -75,7 +79,7 @@ class Machine:
         elif isinstance(event, (Scattered, ScatterFailed)):
             self.targets.scattered(event)
         elif isinstance(event, Died):
-            self._died(event.peer)
+            self._lost(event.peer, "the peer's process has ended")
         return self.tick(now)
 
     def close(self, now: float) -> list[Action]:
@@ -95,6 +99,9 @@ class Machine:
         self.core.tick()
         self.targets.pump()
         actions, self.core.out = self.core.out, []
+        for action in actions:
+            if isinstance(action, Ended):
+                self.core.counters["transfers_failed" if action.error else "transfers_done"] += 1
         return actions
 
     def next_s(self) -> float:
@@ -103,8 +110,12 @@ class Machine:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is owed to anybody: every abort acknowledged, no scatter running."""
-        return self.core.quiet and not self.targets.ending
+        """Whether nothing is owed to anybody: every abort acknowledged, no write or scatter running."""
+        return self.core.quiet and self.sources.quiet and not self.targets.ending
+
+    def goodbye(self) -> list[Action]:
+        """Sign off. Only when none of our writers runs: peers take it as their leave to reuse the slots."""
+        return [Send(peer, Goodbye()) for peer in self.core.known] if self.sources.quiet else []
 
     def stats(self) -> dict[str, int]:
         counts = {
@@ -112,6 +123,8 @@ class Machine:
             "transfers_sending": sum(1 for o in self.sources.running.values() if o.call is not None),
             "offers_waiting": sum(1 for o in self.sources.running.values() if o.call is None),
             "peers": len(self.core.known),
+            "transfers_done": 0,
+            "transfers_failed": 0,
             "refused_messages": 0,
         }
         return counts | self.core.ledger.counts() | dict(self.core.counters)
@@ -127,8 +140,13 @@ class Machine:
             return
         if peer not in core.known:
             return core.refuse("message from an unknown peer")
+        if isinstance(body, Goodbye):
+            return self._lost(peer, "the peer has closed its endpoint")
         if body.attempt != ATTEMPT:
             return core.refuse("message of another attempt")
+        self._about_transfer(peer, body)
+
+    def _about_transfer(self, peer: Peer, body: About) -> None:
         if isinstance(body, Offer):
             self.sources.on_offer(peer, body)
         elif isinstance(body, Ready):
@@ -146,7 +164,7 @@ class Machine:
         elif isinstance(body, Abort):
             self.sources.on_abort(peer, body) if body.role == "source" else self.targets.on_abort(peer, body)
         elif isinstance(body, AbortAck):
-            core.on_abort_ack(peer, body)
+            self.core.on_abort_ack(peer, body)
 
     def _abort(self, event: AbortCall) -> None:
         reason = event.reason or "aborted by this side's caller"
@@ -155,7 +173,7 @@ class Machine:
         elif event.role == "source" and event.transfer in self.sources.running:
             self.sources.fail(event.transfer, "aborted", reason, None)
 
-    def _died(self, peer: Peer) -> None:
+    def _lost(self, peer: Peer, how: str) -> None:
         self.core.forget(peer)
-        self.targets.died(peer)
-        self.sources.died(peer)
+        self.targets.died(peer, how)
+        self.sources.died(peer, how)

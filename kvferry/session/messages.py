@@ -149,7 +149,11 @@ class AbortAck(About, frozen=True):
     role: Role
 
 
-Message = Union[Hello, Welcome, Offer, Ready, Grants, ChunkDone, Landed, Commit, Complete, Abort, AbortAck]
+class Goodbye(Body, frozen=True):
+    """This endpoint closes: none of its writers runs any more, and it will say nothing else."""
+
+
+Message = Union[Hello, Welcome, Goodbye, Offer, Ready, Grants, ChunkDone, Landed, Commit, Complete, Abort, AbortAck]
 
 
 class Envelope(Row, frozen=True):

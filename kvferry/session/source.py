@@ -195,11 +195,11 @@ class Sources:
         if o.call is not None:
             core.out.append(Ended("source", transfer, error=failure(kind, where, problem, cause)))
 
-    def died(self, peer: Peer) -> None:
+    def died(self, peer: Peer, how: str) -> None:
         self._acks_owed = {key for key in self._acks_owed if key[1] != peer}
         for transfer, o in list(self.running.items()):
             if peer in o.takers and not o.takers[peer].complete:
-                self.fail(transfer, "lost", "the peer's process has ended", peer)
+                self.fail(transfer, "lost", how, peer)
 
     def tick(self) -> None:
         now = self._core.now
@@ -208,6 +208,11 @@ class Sources:
             span_s = o.deadline_s - o.started_s
             detail = "no target has made an offer" if not o.takers else f"still waiting for {waiting or 'other takers'}"
             self.fail(transfer, "timeout", f"the deadline of {span_s:g} s has passed; {detail}", waiting)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether none of our writers runs."""
+        return not self._writing
 
     def next_s(self) -> float:
         return min((o.deadline_s for o in self.running.values()), default=math.inf)

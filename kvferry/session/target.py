@@ -335,10 +335,10 @@ class Targets:
         else:
             self._end(t, t.error)
 
-    def died(self, peer: Peer) -> None:
+    def died(self, peer: Peer, how: str) -> None:
         for t in list(self.running.values()):
             if peer in t.sources or peer in t.ranks:
-                self.fail(t, "lost", "the peer's process has ended", peer)
+                self.fail(t, "lost", how, peer)
 
     def _end(self, t: Incoming, ended: Ended) -> None:
         transfer = t.call.transfer

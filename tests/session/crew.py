@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing as mp
 import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -16,9 +18,10 @@ from kvferry.layout.address import Address
 from kvferry.layout.request import Wanted
 from kvferry.session.endpoint import Endpoint, Transfer
 from kvferry.transport.memory import HostMemory, map_array, window
-from tests.session.pools import Shape, WorkerPool, instance, table
+from tests.session.pools import Shape, WorkerPool, instance, page_list, table
 
 ANSWER_S = 60.0
+_names = itertools.count()
 
 
 class Worker:
@@ -63,6 +66,13 @@ class Worker:
     def wrong_words(self, pages: list[int], start: int, tokens: tuple[int, int]) -> int:
         """Words of the whole pool, wanted or not, that aren't as they must be."""
         return int(np.count_nonzero(self.pool.memory != self.pool.expected(pages, start, tokens)))
+
+    def wrong_words_of(self, fills: list[tuple[list[int], int, tuple[int, int]]]) -> int:
+        """As `wrong_words`, after several transfers."""
+        twin = WorkerPool(self.pool.shape, self.pool.rank)
+        for fill in fills:
+            twin.fill(*fill)
+        return int(np.count_nonzero(self.pool.memory != twin.memory))
 
     def untouched(self) -> bool:
         return bool((self.pool.memory == WorkerPool(self.pool.shape, self.pool.rank).memory).all())
@@ -190,7 +200,21 @@ def every(members: list[Member], name: str, *args: Any, **options: Any) -> list[
     """The same command to all, which work side by side."""
     for member in members:
         member.begin(name, *args, **options)
-    return [member.answer() for member in members]
+    return answers(members)
+
+
+def answers(members: list[Member]) -> list[Any]:
+    """One answer of each; the first error is raised when all have answered, so that no answer is left over."""
+    found: list[Any] = []
+    for member in members:
+        try:
+            found.append(member.answer())
+        except RemoteError as error:
+            found.append(error)
+    for answer in found:
+        if isinstance(answer, RemoteError):
+            raise answer
+    return found
 
 
 def open_all(
@@ -198,5 +222,50 @@ def open_all(
 ) -> None:
     for rank, member in enumerate(members):
         member.begin("open", name, shape, rank, registry, staging_base=staging_base, **options)
-    for member in members:
-        member.answer()
+    answers(members)
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode instance, running."""
+
+    source: str
+    target: str
+    sources: list[Member]
+    targets: list[Member]
+    source_shape: Shape
+    target_shape: Shape
+
+
+def open_pair(crew: Crew, registry: str, source: Shape, target: Shape, **options: object) -> Pair:
+    number = next(_names)
+    names = (f"prefill-{number}", f"decode-{number}")
+    members = crew.take(source.world + target.world)
+    pair = Pair(*names, members[: source.world], members[source.world :], source, target)
+    options = {"slots": 4, "slot_bytes": 1024, **options}
+    open_all(pair.sources, names[0], source, registry, **options)  # type: ignore[arg-type]
+    open_all(pair.targets, names[1], target, registry, **options)  # type: ignore[arg-type]
+    return pair
+
+
+def start(
+    pair: Pair,
+    transfer: str,
+    tokens: tuple[int, int],
+    timeout_s: float = 20.0,
+    receive_first: bool = False,
+    sent: tuple[int, int] | None = None,
+) -> list[int]:
+    """Fill the source and start both sides; returns the target's pages."""
+    sent = sent or (0, tokens[1])
+    start_at = tokens[0]
+    source_pages = page_list(pair.source_shape, sent, sent[0], seed=1)
+    target_pages = page_list(pair.target_shape, tokens, start_at, seed=2)
+    every(pair.sources, "fill", source_pages, sent[0], sent)
+    calls = [
+        (pair.sources, "send", (transfer, source_pages, sent[0], sent, timeout_s)),
+        (pair.targets, "receive", (transfer, pair.source, target_pages, start_at, tokens, timeout_s)),
+    ]
+    for members, name, args in reversed(calls) if receive_first else calls:
+        every(members, name, *args)
+    return target_pages

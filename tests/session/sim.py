@@ -65,6 +65,8 @@ class Sim:
     scattered: dict[tuple[Peer, str], list[tuple[Peer, int]]] = field(default_factory=dict)
     wanted: dict[tuple[Peer, str], set[tuple[Peer, int]]] = field(default_factory=dict)
 
+    takers: dict[tuple[Peer, str], set[int]] = field(default_factory=dict)
+
     def __post_init__(self) -> None:
         self.entries: dict[str, tuple[Entry, ...]] = {}
         self.preparers: dict[Peer, Preparer] = {}
@@ -172,6 +174,8 @@ class Sim:
         self.wanted[peer, action.transfer] = {
             (sources[rank], piece) for rank, ship in prepared.shipments.items() for piece in range(len(ship.pieces))
         }
+        for rank, shipment in prepared.shipments.items():
+            self.takers[sources[rank], action.transfer] = set(shipment.takers)
         self.event(peer, prepared)
 
     def pass_time(self, seconds: float) -> None:

@@ -2,63 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
-
 import pytest
 
 from kvferry.layout.address import Address
-from tests.session.crew import Crew, Member, every, open_all
-from tests.session.pools import DIM, HIGH_BASE, Shape, page_list
+from tests.session.crew import Crew, Pair, every, open_pair, start
+from tests.session.pools import DIM, HIGH_BASE, Shape
 
 STAGING_BASE = Address(0xFFFF_8000_0000_0000)
-_names = itertools.count()
-
-
-@dataclass
-class Pair:
-    """A prefill and a decode instance, running."""
-
-    source: str
-    target: str
-    sources: list[Member]
-    targets: list[Member]
-    source_shape: Shape
-    target_shape: Shape
-
-
-def open_pair(crew: Crew, registry: str, source: Shape, target: Shape, **options: object) -> Pair:
-    number = next(_names)
-    names = (f"prefill-{number}", f"decode-{number}")
-    members = crew.take(source.world + target.world)
-    pair = Pair(*names, members[: source.world], members[source.world :], source, target)
-    options = {"slots": 4, "slot_bytes": 1024, **options}
-    open_all(pair.sources, names[0], source, registry, **options)  # type: ignore[arg-type]
-    open_all(pair.targets, names[1], target, registry, **options)  # type: ignore[arg-type]
-    return pair
-
-
-def start(
-    pair: Pair,
-    transfer: str,
-    tokens: tuple[int, int],
-    timeout_s: float = 20.0,
-    receive_first: bool = False,
-    sent: tuple[int, int] | None = None,
-) -> list[int]:
-    """Fill the source and start both sides; returns the target's pages."""
-    sent = sent or (0, tokens[1])
-    start_at = tokens[0]
-    source_pages = page_list(pair.source_shape, sent, sent[0], seed=1)
-    target_pages = page_list(pair.target_shape, tokens, start_at, seed=2)
-    every(pair.sources, "fill", source_pages, sent[0], sent)
-    calls = [
-        (pair.sources, "send", (transfer, source_pages, sent[0], sent, timeout_s)),
-        (pair.targets, "receive", (transfer, pair.source, target_pages, start_at, tokens, timeout_s)),
-    ]
-    for members, name, args in reversed(calls) if receive_first else calls:
-        every(members, name, *args)
-    return target_pages
 
 
 def cross(pair: Pair, tokens: tuple[int, int] = (0, 21), transfer: str = "t", **options: object) -> None:
@@ -130,8 +80,12 @@ def test_many_transfers_at_once(crew: Crew, registry: str) -> None:
         every(pair.sources, "send", f"t{i}", [2 * i, 2 * i + 1], 0, (0, 8), 30.0)
     for i in range(12):
         every(pair.sources + pair.targets, "wait", f"t{i}")
-    every(pair.targets, "poll")
-    # the same ids in every pair of pages: fill a table that names them all, one after the other
+    fills = [([2 * i, 2 * i + 1], 0, (0, 8)) for i in range(12)]
+    assert every(pair.targets, "wrong_words_of", fills) == [0, 0]
+    assert [sorted(ended) for ended in every(pair.targets, "poll")] == [
+        sorted((f"t{i}", "done") for i in range(12))
+    ] * 2
+    assert every(pair.targets, "poll") == [[], []]
     for member in pair.targets:
         assert member("stats")["slots_free"] == 3
 
