@@ -119,14 +119,16 @@ def route(
     routes: list[Route] = []
     for group in shared_groups(source, target):
         sources, targets = owners(source, group), owners(target, group)
-        classes: dict[tuple[Owner, tuple[Owner, ...], tuple[Owner, ...]], dict[int, list[str]]] = {}
+        nobody = Owners.of((), len(group.axes))
+        classes: dict[tuple[int, int, int], tuple[Owner, Owners, Owners, dict[int, list[str]]]] = {}
         for layer, part in itertools.product(group.layers, group.parts):
-            holders = targets.get((layer, part), ())
-            mine = next((owner for owner in holders if owner.rank == target_rank), None)
+            takers = targets.get((layer, part), nobody)
+            mine = next((owner for owner in takers if owner.rank == target_rank), None)
             if mine is not None:
-                key = (mine, sources.get((layer, part), ()), holders)
-                classes.setdefault(key, {}).setdefault(layer, []).append(part)
-        for (mine, senders, takers), layers in classes.items():
+                senders = sources.get((layer, part), nobody)
+                key = (id(mine), id(senders), id(takers))
+                classes.setdefault(key, (mine, senders, takers, {}))[3].setdefault(layer, []).append(part)
+        for mine, senders, takers, layers in classes.values():
             by_parts: dict[tuple[str, ...], list[int]] = defaultdict(list)
             for layer, parts in layers.items():
                 by_parts[tuple(parts)].append(layer)
@@ -135,8 +137,34 @@ def route(
     return tuple(routes)
 
 
-def owners(instance: Instance, group: Group) -> dict[tuple[int, str], tuple[Owner, ...]]:
-    """Who owns each (layer, part) of `group`, by rank."""
+class Owners(tuple[Owner, ...]):
+    """Everybody who owns one (layer, part), by rank, with the borders of their segments per axis."""
+
+    borders: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(found: Sequence[Owner], axes: int) -> Owners:
+        owners = Owners(found)
+        owners.borders = tuple(
+            tuple(sorted({edge for owner in found for segment in owner.segments[axis] for edge in segment}))
+            for axis in range(axes)
+        )
+        return owners
+
+
+_index: dict[tuple[int, str, tuple[tuple[str, int], ...]], tuple[Instance, dict[tuple[int, str], Owners]]] = {}
+_INDEXES = 32
+
+
+def owners(instance: Instance, group: Group) -> dict[tuple[int, str], Owners]:
+    """Who owns each (layer, part) of `group`; equal ones are the same object.
+
+    Kept for the last few instances: every worker of a pair routes over the same two, and the index is all that grows
+    with the number of workers.
+    """
+    key = (id(instance), group.name, tuple(group.axes.items()))
+    if key in _index:
+        return _index[key][1]
     found: dict[tuple[int, str], list[Owner]] = defaultdict(list)
     for worker in sorted(instance.workers, key=lambda w: w.rank):
         for pool in worker.pools:
@@ -145,7 +173,17 @@ def owners(instance: Instance, group: Group) -> dict[tuple[int, str], tuple[Owne
                 owner = Owner(worker.rank, segments, pool.cycle)
                 for buffer in pool.buffers:
                     found[buffer.layer, buffer.part].append(owner)
-    return {key: tuple(value) for key, value in found.items()}
+    distinct: dict[tuple[int, ...], Owners] = {}
+    index = {}
+    for at, some in found.items():
+        same = tuple(id(owner) for owner in some)
+        if same not in distinct:
+            distinct[same] = Owners.of(some, len(group.axes))
+        index[at] = distinct[same]
+    while len(_index) >= _INDEXES:
+        _index.pop(next(iter(_index)), None)
+    _index[key] = (instance, index)  # holds the instance, so its id stays its own
+    return index
 
 
 def _route_class(
@@ -153,16 +191,17 @@ def _route_class(
     layers: tuple[int, ...],
     parts: tuple[str, ...],
     mine: Owner,
-    senders: tuple[Owner, ...],
-    takers: tuple[Owner, ...],
+    senders: Owners,
+    takers: Owners,
     down: frozenset[int],
 ) -> Iterator[Route]:
     """Routes for layers × parts that the same workers own in the same way on both sides."""
     usable = tuple(owner for owner in senders if owner.rank not in down)
-    borders = (*senders, *takers)
     axes = list(group.axes)
     chosen: dict[tuple[int, Cycle, tuple[int, ...]], list[tuple[Segment, ...]]] = defaultdict(list)
-    for atom in itertools.product(*(_atoms(mine, borders, i) for i in range(len(axes)))):
+    for atom in itertools.product(
+        *(_atoms(mine.segments[i], senders.borders[i] + takers.borders[i]) for i in range(len(axes)))
+    ):
         able = [owner for owner in usable if owner.covers(atom)]
         wanting = [owner.rank for owner in takers if owner.covers(atom)]
         for cycle, replicas in _by_cycle(able, mine.cycle):
@@ -182,15 +221,14 @@ def _route_class(
             yield Route(rank, Box(group.name, layers, parts, dict(zip(axes, segments, strict=True)), cycles), ranks)
 
 
-def _atoms(mine: Owner, everyone: Iterable[Owner], axis: int) -> list[Segment]:
-    """My segments of one axis, cut wherever anybody's ownership begins or ends; within an atom all indices have the
-    same owners.
+def _atoms(segments: Sequence[Segment], borders: Iterable[int]) -> list[Segment]:
+    """My segments of one axis, cut wherever anybody's ownership begins or ends; in an atom all indices have the same
+    owners.
     """
-    cuts = sorted({edge for owner in everyone for segment in owner.segments[axis] for edge in segment})
+    cuts = sorted(set(borders))
     atoms: list[Segment] = []
-    for start, stop in mine.segments[axis]:
-        inner = [start, *(cut for cut in cuts if start < cut < stop), stop]
-        atoms += itertools.pairwise(inner)
+    for start, stop in segments:
+        atoms += itertools.pairwise([start, *(cut for cut in cuts if start < cut < stop), stop])
     return sorted(atoms)
 
 

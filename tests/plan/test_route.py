@@ -129,3 +129,31 @@ def test_f37_differences_name_the_field_and_both_values() -> None:
 def test_heads_of_covers_all_heads() -> None:
     for tp in range(1, 17):
         assert {head for rank in range(tp) for head in range(*heads_of(8, tp, rank))} == set(range(8))
+
+
+def test_routes_do_not_depend_on_what_was_routed_before() -> None:
+    """The index of owners is kept per instance: another order of axes on the other side must not read a stale one."""
+    from msgspec.structs import replace
+
+    source, target = instance(tp=2), instance("decode", tp=4)
+    group = target.groups[0]
+    turned = replace(target, groups=(replace(group, axes=dict(reversed(group.axes.items()))),))
+    for other in (target, turned, target):
+        for rank in range(4):
+            assert received(source, other, rank) == wanted(other, rank)
+
+
+def test_work_per_worker_does_not_grow_with_the_number_of_workers() -> None:
+    """128 × 128 workers: once the two indexes are made, routing one worker allocates no more than at 8 × 8."""
+    import tracemalloc
+
+    peaks = []
+    for workers in (8, 128):
+        source = instance(tp=workers, heads=workers, stages=(tuple(range(8)),))
+        target = instance("decode", tp=workers, heads=workers, stages=(tuple(range(8)),))
+        route(source, target, 3)
+        tracemalloc.start()
+        route(source, target, 3)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0] + 16 * 128
