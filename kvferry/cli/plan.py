@@ -1,23 +1,30 @@
-"""`kvferry plan`: what two instances would send each other, and the copies of one request."""
+"""`kvferry plan`: what two instances would send each other, as a table or a picture; the copies of one request; the
+way of one cell.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Optional, TypeVar
 
 from kvferry.errors import DocumentError
-from kvferry.layout.document import encode_json
+from kvferry.layout.document import Instance, encode_json
+from kvferry.layout.request import Request
 from kvferry.layout.validate import parse_instance, parse_request
 from kvferry.plan.document import PlanDocument, make_plan
-from kvferry.plan.explain import TrafficRow, who_sends_what
+from kvferry.plan.explain import Traffic, TrafficRow, WorkerTotal, cycle_text, explain, ranges, slices, who_sends_what
+from kvferry.plan.picture import draw
+from kvferry.plan.why import SHAPE, parse_cell, why, why_text
 
 T = TypeVar("T")
 
 TRAFFIC_COLUMNS = (
-    "from", "to", "group", "layers", "parts", "axes", "tokens", "bytes/token", "run bytes", "also held by",
+    "from", "to", "group", "layers", "parts", "axes", "tokens", "bytes/token", "run bytes", "copies/page", "chosen",
+    "also held by",
 )  # fmt: skip
+TOTAL_COLUMNS = ("worker", "role", "peers", "bytes/token", "state bytes", "direct ms", "staged ms")
 PLAN_COLUMNS = ("from", "to", "copies", "bytes", "shortest", "longest")
 
 
@@ -31,22 +38,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a kvferry-request/1 document: plan its copies instead of showing who sends what",
     )
     parser.add_argument("--json", action="store_true", help="print JSON; with --request a kvferry-plan/1 document")
+    parser.add_argument(
+        "--svg",
+        type=Path,
+        metavar="FILE",
+        help="draw, per target worker, a map of layers × heads coloured by source worker",
+    )
+    parser.add_argument(
+        "--why",
+        metavar=SHAPE,
+        help="follow one cell: source worker, addresses and run. HEAD may be AXIS=INDEX pairs, or - ; with --request "
+        "its page tables are used",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table, the summary or the document; what is wrong with the user's files is raised."""
+    """Print the table, the summary, the cell or the document; what is wrong with the user's files is raised."""
     source = _read(args.prefill, parse_instance)
     target = _read(args.decode, parse_instance)
+    request = None if args.request is None else _read(args.request, lambda data: parse_request(data, source, target))
     document: object
-    if args.request is None:
-        document = rows = who_sends_what(source, target)
-        text = traffic_table(rows)
-    else:
-        request = _read(args.request, lambda data: parse_request(data, source, target))
+    if args.why is not None:
+        document = found = why(source, target, parse_cell(args.why, target), request)
+        text = why_text(found)
+    elif request is not None:
         document = plan = make_plan(source, target, request)
         text = plan_summary(plan)
+    else:
+        document = traffic = explain(source, target)
+        text = traffic_text(traffic)
+    if args.svg is not None:
+        args.svg.write_text(picture(source, target, request), encoding="utf-8")
     print(encode_json(document).decode() if args.json else text)
     return 0
+
+
+def picture(source: Instance, target: Instance, request: Optional[Request]) -> str:
+    """The SVG of everything that would travel; with a request, of the groups of which it wants some."""
+    rows = who_sends_what(source, target)
+    if request is not None:
+        moving = {name for name, wanted in request.groups.items() if wanted.token_range[0] < wanted.token_range[1]}
+        rows = [row for row in rows if row.group in moving]
+    return draw(source, target, rows)
+
+
+def traffic_text(traffic: Traffic) -> str:
+    """The table, and what it adds up to per worker."""
+    lines = [traffic_table(traffic.rows), "", totals_table(traffic)]
+    if any(len(row.replicas) > 1 for row in traffic.rows):
+        lines += [
+            "",
+            "replicas: the target workers that want the same cells are spread evenly over those that hold them",
+        ]
+    lines += ["", f"ms: estimates for {traffic.estimate_tokens} tokens, with {traffic.estimate_assumes}"]
+    return "\n".join(lines)
 
 
 def traffic_table(rows: Sequence[TrafficRow]) -> str:
@@ -56,17 +101,34 @@ def traffic_table(rows: Sequence[TrafficRow]) -> str:
             str(row.source),
             str(row.target),
             row.group,
-            _ranges(row.layers),
+            ranges(row.layers),
             ",".join(row.parts),
-            " ".join(f"{axis} {_segments(owned)}" for axis, owned in row.axes.items()) or "-",
-            _tokens(row.cycles),
+            " ".join(f"{axis} {slices(owned)}" for axis, owned in row.axes.items()) or "-",
+            cycle_text(row.cycles),
             str(row.bytes_per_token),
-            str(row.run_bytes),
+            str(row.run_bytes)
+            if row.run_bytes == row.longest_run_bytes
+            else f"{row.run_bytes}-{row.longest_run_bytes}",
+            f"{row.copies_per_page:g}",
+            row.choice,
             " ".join(str(rank) for rank in row.replicas if rank != row.source) or "-",
         )
         for row in rows
     ]
     return _table(TRAFFIC_COLUMNS, cells)
+
+
+def totals_table(traffic: Traffic) -> str:
+    """One line per worker of either side."""
+
+    def line(total: WorkerTotal, role: str) -> Sequence[str]:
+        numbers = (total.bytes_per_token, total.state_bytes, total.direct_ms, total.staged_ms)
+        return (str(total.rank), role, ranges(total.peers) or "-", *(f"{number:.12g}" for number in numbers))
+
+    senders = [line(total, f"{traffic.source} sends") for total in traffic.senders]
+    return _table(
+        TOTAL_COLUMNS, [*senders, *(line(total, f"{traffic.target} receives") for total in traffic.receivers)]
+    )
 
 
 def plan_summary(plan: PlanDocument) -> str:
@@ -92,22 +154,3 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [list(header), *(list(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """`0-3,8` for 0, 1, 2, 3, 8."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def _segments(segments: Iterable[tuple[int, int]]) -> str:
-    return ",".join(f"{start}:{stop}" for start, stop in segments)
-
-
-def _tokens(cycles: Iterable[tuple[int, int, int]]) -> str:
-    return " & ".join(f"t//{block}%{size}={rank}" for rank, size, block in cycles if size > 1) or "all"
