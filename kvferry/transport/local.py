@@ -21,7 +21,7 @@ from kvferry.transport.base import Export, LocalCard, check_data
 from kvferry.transport.copies import Bytes
 from kvferry.transport.memory import host_address
 from kvferry.transport.process import ProcessWatch, start_ticks
-from kvferry.transport.staging import HEADER_BYTES, KEY_BYTES, MAGIC, PROBE_OFFSET, Staging, map_file, slot_view, unmap
+from kvferry.transport.staging import HEADER_BYTES, KEY_BYTES, MAGIC, PROBE_OFFSET, Staging, map_file, slot_view
 
 IOVECS = 1024
 """Most runs that one system call takes (IOV_MAX)."""
@@ -45,10 +45,9 @@ class ShmPeer:
         try:
             fd = _open_memory(card, _file_bytes(export, card))
             try:
-                self._mapping = map_file(fd, card.file_bytes)
+                self._bytes: Bytes | None = map_file(fd, card.file_bytes)
             finally:
                 os.close(fd)
-            self._bytes: Bytes | None = np.frombuffer(self._mapping, np.uint8)
             if self._bytes[: len(MAGIC + export.key)].tobytes() != MAGIC + export.key:
                 raise TransportUnavailable("the memory found there has another key")
             self._bytes[PROBE_OFFSET : PROBE_OFFSET + KEY_BYTES] = np.frombuffer(export.key, np.uint8)
@@ -74,9 +73,7 @@ class ShmPeer:
 
     def close(self) -> None:
         self._watch.close()
-        if getattr(self, "_bytes", None) is not None:
-            self._bytes = None
-            unmap(self._mapping)
+        self._bytes = None
 
 
 def connect_shm(export: Export) -> ShmPeer:

@@ -7,7 +7,6 @@ this memory and not that of a process which got the same id later.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import mmap
 import os
@@ -79,8 +78,7 @@ class Staging:
             os.ftruncate(self.fd, self.file_bytes)
             # a peer can't shrink it under us, which would end this process with SIGBUS
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            self._mapping = map_file(self.fd, self.file_bytes)
-            self._bytes: Bytes | None = np.frombuffer(self._mapping, np.uint8)
+            self._bytes: Bytes | None = map_file(self.fd, self.file_bytes)
             self._bytes[: len(MAGIC + self.key)] = np.frombuffer(MAGIC + self.key, np.uint8)
             self.host_address = host_address(self._bytes)
             self.layout = Slots(base or self.host_address.plus(HEADER_BYTES), slots, slot_bytes, stride)
@@ -113,7 +111,6 @@ class Staging:
         if self._bytes is None:
             return
         self._bytes = None
-        unmap(self._mapping)
         os.close(self.fd)
 
 
@@ -122,12 +119,8 @@ def slot_view(file: Bytes, layout: Slots, slot: int) -> Bytes:
     return file[start : start + layout.slot_bytes]
 
 
-def map_file(fd: int, nbytes: int) -> mmap.mmap:
+def map_file(fd: int, nbytes: int) -> Bytes:
+    """The file in memory. It is unmapped when the last view of it is gone, so never under its user."""
     # filled at once: the first transfer doesn't pay for page faults
-    return mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE)
-
-
-def unmap(mapping: mmap.mmap) -> None:
-    # where a view is still in use, the mapping ends with the last one: never under its user
-    with contextlib.suppress(BufferError):
-        mapping.close()
+    mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    return np.frombuffer(mapping, np.uint8)

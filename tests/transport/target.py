@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -36,11 +37,12 @@ def serve(pipe: Connection, name: str, base: int | None) -> None:
         elif command == "close":
             transport.close()
             staging.close()
-        pipe.send(
-            b"".join(staging.view(slot).tobytes() for slot in range(SLOTS))
-            if command == "read"
-            else len(os.listdir("/proc/self/fd"))
-        )
+        if command == "read":
+            pipe.send(b"".join(staging.view(slot).tobytes() for slot in range(SLOTS)))
+        elif command == "cpu":
+            pipe.send(time.process_time())
+        else:
+            pipe.send(len(os.listdir("/proc/self/fd")))
 
 
 class Target:

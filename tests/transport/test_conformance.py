@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
+import signal
 import socket
 import threading
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
-from kvferry.errors import TransportError, TransportUnavailable
-from kvferry.layout.address import Address
+from kvferry.errors import DocumentError, TransportError, TransportUnavailable
+from kvferry.layout.address import Address, Addresses
 from kvferry.layout.document import decode_msgpack, encode_msgpack
-from kvferry.transport.auto import Exports
-from kvferry.transport.base import Peer, open_transport
-from kvferry.transport.process_vm import ProcessVm, VmExport
-from kvferry.transport.shm import SharedMemory, ShmExport
+from kvferry.transport.base import Export, Peer, TcpCard, open_transport
+from kvferry.transport.local import IOVECS, move_runs
 from kvferry.transport.staging import Staging
-from kvferry.transport.tcp import HEADER, Tcp, TcpExport
+from kvferry.transport.tcp import FRAME_MAGIC, HEADER, HELLO, REPLY, VERSION, WRITE
 from tests.transport.target import SLOT_BYTES, SLOTS, Target, target
 
 NAMES = ("shm", "process_vm", "tcp")
@@ -27,7 +29,14 @@ GRANT = bytes(range(16))
 
 
 def open_peer(name: str, export: bytes) -> Peer:
-    return open_transport(name, Staging(1, 4096)).connect(export)
+    """A source that only writes: its own landing memory is closed again."""
+    staging = Staging(1, 4096)
+    transport = open_transport(name, staging)
+    try:
+        return transport.connect(export)
+    finally:
+        transport.close()
+        staging.close()
 
 
 def pattern(nbytes: int, seed: int = 0) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -42,11 +51,12 @@ def test_bytes_arrive_at_any_address_and_nothing_else_changes(name: str, base: i
         peer = open_peer(name, other.export)
         expected = np.full(SLOTS * SLOT_BYTES, 0xEE, np.uint8)
         for slot, (start, nbytes) in enumerate([(0, SLOT_BYTES), (1, 1), (4093, 3001)]):
-            other.do("grant", GRANT, slot, SLOT_BYTES)
+            grant = bytes([slot]) * 16
+            other.do("grant", grant, slot, SLOT_BYTES)
             data = pattern(nbytes, slot)
-            peer.write(other.addresses[slot].plus(start), GRANT, data, 5.0)
+            peer.write(other.addresses[slot].plus(start), grant, data, 5.0)
             expected[slot * SLOT_BYTES + start : slot * SLOT_BYTES + start + nbytes] = data
-        peer.write(other.addresses[2], GRANT, pattern(0), 5.0)
+        peer.write(other.addresses[2], grant, pattern(0), 5.0)
         assert other.do("read") == expected.tobytes()
         peer.close()
 
@@ -68,21 +78,36 @@ def test_writes_outside_the_landing_memory_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_killed_peer_gives_an_error_soon_or_harmless_success(name: str) -> None:
-    """Shared memory outlives its owner, so there a write succeeds and nobody reads it; the others notice."""
+def test_a_killed_peer_is_an_error_long_before_the_timeout(name: str) -> None:
     with target(name) as other:
         other.do("grant", GRANT, 0, SLOT_BYTES)
         peer = open_peer(name, other.export)
         other.kill()
         started = time.monotonic()
-        if name == "shm":
+        with pytest.raises(TransportError):
             peer.write(other.addresses[0], GRANT, pattern(16), 30.0)
-        else:
-            with pytest.raises(TransportError):
-                peer.write(other.addresses[0], GRANT, pattern(16), 30.0)
-        assert time.monotonic() - started < 10
+        if name == "shm":
+            with pytest.raises(TransportError, match="has ended"):
+                peer.slot(other.addresses[0], 16)
         with pytest.raises(TransportUnavailable):
             open_peer(name, other.export)
+        assert time.monotonic() - started < 5
+
+
+def test_f50_a_peer_killed_in_the_middle_of_a_write_is_an_error_soon() -> None:
+    with target("tcp") as other:
+        other.do("grant", GRANT, 0, SLOT_BYTES)
+        peer = open_peer("tcp", other.export)
+        pid = other.process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)  # accepts no byte and gives no reply
+        killer = threading.Timer(0.3, other.kill)
+        killer.start()
+        started = time.monotonic()
+        with pytest.raises(TransportError, match="the connection broke"):
+            peer.write(other.addresses[0], GRANT, pattern(SLOT_BYTES), 30.0)
+        killer.join()
+        assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -138,95 +163,174 @@ def test_close_is_idempotent_and_ends_threads(name: str) -> None:
 
 def test_auto_takes_the_first_that_works_and_says_why() -> None:
     with target("auto") as other:
-        assert open_peer("auto", other.export).name == "shm"
-        with pytest.raises(TransportError):
-            open_peer("shm", b"junk")
+        peer = open_peer("auto", other.export)
+        assert (peer.name, peer.reason) == ("shm", "shm: works")
         assert open_peer("tcp", other.export).name == "tcp"  # one side may insist on another way
-    with target("tcp") as other:
-        with pytest.raises(TransportUnavailable, match="shm: the peer doesn't offer it"):
-            open_peer("shm", other.export)
-        export = encode_msgpack({"by_name": {"tcp": only(other), "shm": shm_of_nobody()}})
-        peer = open_peer("auto", export)
+        moved = changed(other, process={"start_ticks": 1})
+        peer = open_peer("auto", moved)
         assert peer.name == "tcp"
-        assert "/proc/" in peer.reason
-        assert "process_vm: the peer doesn't offer it" in peer.reason
+        assert peer.reason.startswith("shm: process ") and "process_vm: process " in peer.reason
+        with pytest.raises(TransportUnavailable, match=r"over 'local': shm: .*; process_vm: "):
+            open_peer("local", moved)
+    with target("tcp") as other, pytest.raises(TransportUnavailable, match="shm: not offered by the peer"):
+        open_peer("shm", other.export)
 
 
-def only(other: Target) -> bytes:
-    """The one export in the bundle of a target that has one transport."""
-    (export,) = decode_msgpack(other.export, Exports).by_name.values()
-    return export
+def changed(other: Target, process: dict[str, object] | None = None, **fields: object) -> bytes:
+    """The target's export with some values that aren't true."""
+    card = decode_msgpack(other.export, Export)
+    if process is not None:
+        for way in ("shm", "process_vm"):
+            fields[way] = msgspec.structs.replace(getattr(card, way), **process)
+    return encode_msgpack(msgspec.structs.replace(card, **fields))
 
 
-def bundle(name: str, card: object) -> bytes:
-    return encode_msgpack(Exports({name: encode_msgpack(card)}))
-
-
-def shm_of_nobody() -> bytes:
-    return encode_msgpack(ShmExport(2**22 + 1, 0, 0, 1 << 20, bytes(16), Address(0)))
-
-
-def test_a_process_id_that_was_used_again_is_noticed() -> None:
-    with target("process_vm") as other, target("shm") as mapped:
-        card = decode_msgpack(only(other), VmExport)
-        for change in ({"start_ticks": card.start_ticks + 1}, {"nonce": bytes(16)}, {"header": Address(4096)}):
+@pytest.mark.parametrize("name", ["shm", "process_vm"])
+def test_a_process_id_that_was_used_again_is_noticed(name: str) -> None:
+    with target("local") as other:
+        card = decode_msgpack(other.export, Export)
+        assert card.shm is not None
+        lies: list[bytes] = [
+            changed(other, process={"start_ticks": card.shm.start_ticks + 1}),
+            changed(other, process={"pid": 2**22 + 1}),
+            changed(other, process={"file_bytes": card.shm.file_bytes + 4096}),
+            changed(other, key=bytes(16)),
+        ]
+        if name == "shm":
+            lies += [changed(other, process={"inode": 1}), changed(other, process={"fd": 0})]
+        else:
+            lies += [changed(other, process={"address": Address(at)}) for at in (4096, 0xFFFF81AB54E01000)]
+        before = other.do("read")
+        for lie in lies:
             with pytest.raises(TransportUnavailable):
-                open_peer("process_vm", bundle("process_vm", replace(card, change)))
-        shm = decode_msgpack(only(mapped), ShmExport)
-        for change in ({"nonce": bytes(16)}, {"inode": 1}, {"file_bytes": shm.file_bytes + 4096}, {"fd": 0}):
-            with pytest.raises(TransportUnavailable):
-                open_peer("shm", bundle("shm", replace(shm, change)))
+                open_peer(name, lie)
+        assert other.do("read") == before
+        assert open_peer(name, other.export).name == name
 
 
-def replace(card: object, change: dict[str, object]) -> object:
-    import msgspec
+def test_malformed_exports_are_refused() -> None:
+    with target("auto") as other:
+        card = decode_msgpack(other.export, Export)
+        lies = [b"", b"junk", encode_msgpack({"format": "kvferry-transport/2"})]
+        for change in ({"slots": 1 << 40}, {"stride_bytes": 1}, {"base": Address((1 << 64) - 4096)}):
+            lies.append(changed(other, slots=msgspec.structs.replace(card.slots, **change)))  # type: ignore[arg-type]
+        for lie in lies:
+            with pytest.raises(DocumentError):
+                open_peer("auto", lie)
+        with pytest.raises(TransportUnavailable, match="loopback"):
+            open_peer("tcp", changed(other, tcp=TcpCard("192.0.2.1", 80)))
+    with pytest.raises(DocumentError, match="must be one of"):
+        open_transport("carrier pigeon", Staging(1, 4096))
+    with pytest.raises(TransportUnavailable, match="loopback"):
+        open_transport("tcp", Staging(1, 4096), host="0.0.0.0")
 
-    return msgspec.structs.replace(card, **change)  # type: ignore[type-var]
+
+def test_shm_gives_the_slot_itself() -> None:
+    with target("shm", 0xFFFF81AB54E01000) as other:
+        peer = open_peer("shm", other.export)
+        place = peer.slot(other.addresses[1].plus(8), 100)
+        assert place is not None
+        place[:] = 7
+        expected = np.full(SLOTS * SLOT_BYTES, 0xEE, np.uint8)
+        expected[SLOT_BYTES + 8 : SLOT_BYTES + 108] = 7
+        assert other.do("read") == expected.tobytes()
+        peer.close()
+        place[:] = 8  # a view outlives the connection: the memory is never taken away under its user
+        with pytest.raises(TransportError, match="closed"):
+            peer.slot(other.addresses[1], 8)
 
 
 def test_tcp_checks_grants_before_it_writes() -> None:
     with target("tcp") as other:
-        peer = open_peer("tcp", other.export)
         before = other.do("read")
-        with pytest.raises(TransportError, match="unknown or was revoked"):
-            peer.write(other.addresses[0], GRANT, pattern(64), 5.0)
+
+        def refused(slot: int, nbytes: int, reason: str) -> None:
+            with pytest.raises(TransportError, match=reason):
+                open_peer("tcp", other.export).write(other.addresses[slot], GRANT, pattern(nbytes), 5.0)
+
+        refused(0, 64, "unknown or revoked grant")
         other.do("grant", GRANT, 1, 100)
-        with pytest.raises(TransportError, match="granted slot"):
-            peer.write(other.addresses[0], GRANT, pattern(64), 5.0)  # another slot than the granted one
-        with pytest.raises(TransportError, match="granted slot"):
-            peer.write(other.addresses[1], GRANT, pattern(101), 5.0)
+        refused(0, 64, "outside the grant of 100 bytes in slot 1")
+        refused(1, 101, "outside the grant of 100 bytes in slot 1")
         other.do("revoke", GRANT)
-        with pytest.raises(TransportError, match="revoked"):
-            peer.write(other.addresses[1], GRANT, pattern(64), 5.0)
+        refused(1, 64, "unknown or revoked grant")
         assert other.do("read") == before
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"),
+    [
+        (-1, 8),
+        (SLOT_BYTES - 4, 8),
+        (0, SLOT_BYTES + 1),
+        (0, (1 << 64) - 1),
+        (-0xFFFF81AB54E01000, 8),
+        (8, (1 << 64) - 8),
+    ],
+)
+def test_tcp_checks_the_range_itself(offset: int, nbytes: int) -> None:
+    with target("tcp", 0xFFFF81AB54E01000) as other:
+        other.do("grant", GRANT, 0, SLOT_BYTES)
+        before = other.do("read")
+        connection = greeted(other)
+        connection.sendall(frame(WRITE, GRANT, other.addresses[0].value + offset, nbytes) + b"x" * 64)
+        assert b"in no slot" in connection.recv(4096)
+        assert other.do("read") == before
+        connection.close()
+
+
+def frame(kind: int, grant: bytes, address: int, nbytes: int) -> bytes:
+    return HEADER.pack(FRAME_MAGIC, VERSION, kind, len(grant), address, nbytes, grant)
+
+
+def connected(other: Target) -> socket.socket:
+    card = decode_msgpack(other.export, Export).tcp
+    assert card is not None
+    return socket.create_connection((card.host, card.port), timeout=5)
+
+
+def greeted(other: Target) -> socket.socket:
+    connection = connected(other)
+    connection.sendall(frame(HELLO, decode_msgpack(other.export, Export).key, 0, 0))
+    assert connection.recv(REPLY.size)[4] == 1
+    return connection
 
 
 def test_tcp_nothing_lands_after_a_revoke_has_returned() -> None:
     with target("tcp") as other:
         other.do("grant", GRANT, 0, SLOT_BYTES)
-        connection = raw_connection(other)
-        connection.sendall(HEADER.pack(b"KVFT", 1, other.addresses[0].value, 4096, GRANT) + b"a" * 100)
+        connection = greeted(other)
+        connection.sendall(frame(WRITE, GRANT, other.addresses[0].value, 4096) + b"a" * 100)
         deadline = time.monotonic() + 5
         while other.do("read")[:100] != b"a" * 100 and time.monotonic() < deadline:
             time.sleep(0.01)
         other.do("revoke", GRANT)
-        connection.sendall(b"b" * 3996)
-        assert connection.recv(100)[4:6] == b"\0\1"
+        connection.settimeout(5)
+        try:  # it may break already here
+            connection.sendall(b"b" * 3996)
+            assert connection.recv(100) == b""
+        except ConnectionError:
+            pass
         assert other.do("read")[:101] == b"a" * 100 + b"\xee"
+        connection.close()
 
 
-def raw_connection(other: Target) -> socket.socket:
-    card = decode_msgpack(only(other), TcpExport)
-    connection = socket.create_connection((card.host, card.port), timeout=5)
-    return connection
+JUNK = [
+    b"GET / HTTP/1.1\r\n\r\n" + b"x" * 64,
+    b"\xff" * 64,
+    FRAME_MAGIC + b"\xff" * 60,
+    b"K",
+    frame(WRITE, GRANT, 0, 0),
+]
 
 
-@pytest.mark.parametrize("junk", [b"GET / HTTP/1.1\r\n\r\n" + b"x" * 64, os.urandom(64), b"KVFT" + b"\xff" * 36, b"K"])
-def test_f65_junk_ends_its_own_connection_only(junk: bytes) -> None:
+@pytest.mark.parametrize("junk", JUNK)
+@pytest.mark.parametrize("polite", [True, False])
+def test_f65_junk_ends_its_own_connection_only(junk: bytes, polite: bool) -> None:
     with target("tcp") as other:
         peer = open_peer("tcp", other.export)
         before = other.do("read")
-        connection = raw_connection(other)
+        connection = greeted(other) if polite else connected(other)
         connection.sendall(junk)
         connection.shutdown(socket.SHUT_WR)
         while True:  # it answers or not, and closes
@@ -235,28 +339,103 @@ def test_f65_junk_ends_its_own_connection_only(junk: bytes) -> None:
                     break
             except ConnectionResetError:
                 break
+        connection.close()
         assert other.do("read") == before
         other.do("grant", GRANT, 0, SLOT_BYTES)
         peer.write(other.addresses[0], GRANT, pattern(64), 5.0)
         assert other.do("read")[:64] == pattern(64).tobytes()
 
 
-def test_tcp_write_has_a_deadline() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))  # accepts, never answers
-    card = TcpExport("127.0.0.1", listener.getsockname()[1], Address(0), 1 << 20)
-    peer = open_peer("tcp", bundle("tcp", card))
-    started = time.monotonic()
-    with pytest.raises(TransportError, match="timed out"):
-        peer.write(Address(0), GRANT, pattern(1 << 20), 0.3)
-    assert time.monotonic() - started < 3
-    listener.close()
+def test_tcp_write_has_a_deadline_while_the_target_is_stopped() -> None:
+    with target("tcp") as other:
+        other.do("grant", GRANT, 0, SLOT_BYTES)
+        peer = open_peer("tcp", other.export)
+        pid = other.process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            with pytest.raises(TransportError, match=r"not done within 0\.3 s"):
+                peer.write(other.addresses[0], GRANT, pattern(SLOT_BYTES), 0.3)
+            assert time.monotonic() - started < 3
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        with pytest.raises(TransportError):
+            peer.write(other.addresses[0], GRANT, pattern(64), 5.0)  # the stream's place is lost
+        other.do("revoke", GRANT)
 
 
-def test_exports_of_one_process_work_for_itself() -> None:
-    staging = Staging(1, 4096)
-    for kind in (SharedMemory, ProcessVm, Tcp):
-        transport = kind(staging)
-        transport.grant(GRANT, 0, 4096)
-        transport.connect(transport.export()).write(staging.address(0), GRANT, pattern(4096), 5.0)
-        assert staging.view(0).tobytes() == pattern(4096).tobytes()
-        transport.close()
+def test_waiting_uses_no_cpu() -> None:
+    with target("auto") as other:
+        peers = [open_peer(name, other.export) for name in NAMES]
+        before = other.do("cpu")
+        time.sleep(0.5)
+        assert other.do("cpu") - before < 0.05
+        for peer in peers:
+            peer.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exports_of_one_process_work_for_itself(name: str) -> None:
+    staging = Staging(1, 5000)
+    transport = open_transport(name, staging)
+    transport.grant(GRANT, 0, 5000)
+    peer = transport.connect(transport.export())
+    peer.write(staging.address(0), GRANT, pattern(5000), 5.0)
+    assert staging.view(0).tobytes() == pattern(5000).tobytes()
+    peer.close()
+    transport.close()
+    staging.close()
+
+
+def test_staging_gives_its_memory_back() -> None:
+    def mapped() -> int:
+        with open("/proc/self/maps", encoding="ascii") as maps:
+            return sum("kvferry-staging" in line for line in maps)
+
+    before = mapped(), len(os.listdir("/proc/self/fd"))
+    staging = Staging(2, 100)
+    view = staging.view(1)
+    assert mapped() > before[0]
+    with pytest.raises(OSError):
+        os.ftruncate(staging.fd, 0)  # sealed: no peer can shrink it
+    staging.close()
+    view[:] = 1  # alive while it is used
+    with pytest.raises(TransportError, match="closed"):
+        staging.view(0)
+    del view
+    assert (mapped(), len(os.listdir("/proc/self/fd"))) == before
+
+
+def test_process_vm_moves_more_runs_than_one_call_takes() -> None:
+    count = 2 * IOVECS + 5
+    source = pattern(count * 8)
+    goal = np.zeros(count * 8, np.uint8)
+    lengths = np.random.default_rng(3).integers(0, 9, count).astype(np.uint64)
+    offsets = np.arange(count, dtype=np.uint64) * np.uint64(8)
+    from_, to = Address(source.ctypes.data), Address(goal.ctypes.data)
+    move_runs(
+        "process_vm_writev", os.getpid(), Addresses([from_]).plus(offsets), Addresses([to]).plus(offsets), lengths
+    )
+    for i, length in enumerate(lengths.tolist()):
+        expected = source[8 * i : 8 * i + length].tobytes() + bytes(8 - length)
+        assert goal[8 * i : 8 * i + 8].tobytes() == expected
+
+
+def test_process_vm_after_a_partial_count_says_what_is_wrong() -> None:
+    """Two pages of which the second can't be read: the call moves what it can, the next one fails."""
+    mapping = mmap.mmap(-1, 8192)
+    address = np.frombuffer(mapping, np.uint8).ctypes.data
+    libc = ctypes.CDLL(None)
+    assert libc.mprotect(ctypes.c_void_p(address + 4096), 4096, 0) == 0
+    source = pattern(8192)
+    with pytest.raises(TransportError, match="an address is not mapped there"):
+        move_runs(
+            "process_vm_writev",
+            os.getpid(),
+            Addresses([Address(source.ctypes.data)]),
+            Addresses([Address(address)]),
+            np.array([8192], np.uint64),
+        )
+    assert bytes(mapping[:4096]) == source[:4096].tobytes()
+    assert libc.mprotect(ctypes.c_void_p(address + 4096), 4096, 3) == 0
