@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 
@@ -221,14 +221,14 @@ def _route_class(
             yield Route(rank, Box(group.name, layers, parts, dict(zip(axes, segments, strict=True)), cycles), ranks)
 
 
-def _atoms(segments: Sequence[Segment], borders: Iterable[int]) -> list[Segment]:
+def _atoms(segments: Sequence[Segment], borders: Sequence[int]) -> list[Segment]:
     """My segments of one axis, cut wherever anybody's ownership begins or ends; in an atom all indices have the same
     owners.
     """
-    cuts = sorted(set(borders))
     atoms: list[Segment] = []
     for start, stop in segments:
-        atoms += itertools.pairwise([start, *(cut for cut in cuts if start < cut < stop), stop])
+        cuts = {cut for cut in borders if start < cut < stop}
+        atoms += itertools.pairwise([start, *sorted(cuts), stop])
     return sorted(atoms)
 
 
