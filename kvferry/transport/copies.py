@@ -18,7 +18,7 @@ from kvferry.layout.address import U64
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Index: TypeAlias = npt.NDArray[np.intp]
 
-BLOCK_BYTES = 1 << 18
+BLOCK_BYTES = 1 << 20
 """Moved per indexing operation: its temporary copy stays in the cache."""
 BLOCK_RUNS = 1 << 14
 LONG_RUN_BYTES = 1 << 16
@@ -48,8 +48,8 @@ def _copy_equal(target: Bytes, to: Index, source: Bytes, out_of: Index, nbytes: 
     if nbytes == 0:
         return
     if nbytes >= LONG_RUN_BYTES:
-        for start, stop in zip(to.tolist(), out_of.tolist()):
-            target[start : start + nbytes] = source[stop : stop + nbytes]
+        for at, start in zip(to.tolist(), out_of.tolist()):
+            target[at : at + nbytes] = source[start : start + nbytes]
         return
     step = max(1, min(BLOCK_RUNS, BLOCK_BYTES // nbytes))
     for first in range(0, len(to), step):

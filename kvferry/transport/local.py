@@ -76,11 +76,6 @@ class ShmPeer:
         self._bytes = None
 
 
-def connect_shm(export: Export) -> ShmPeer:
-    assert export.shm is not None  # offered, the caller has looked
-    return ShmPeer(export, export.shm)
-
-
 def _file_bytes(export: Export, card: LocalCard) -> int:
     if card.file_bytes != HEADER_BYTES + export.slots.total_bytes:
         raise TransportUnavailable(f"the export says {card.file_bytes} bytes, its slots need another size")
@@ -154,11 +149,6 @@ class ProcessVmPeer:
         self._watch.check()
         move_runs(call, self._watch.pid, Addresses([host_address(data)]), Addresses([remote]), lengths, deadline_s)
         self._watch.check()
-
-
-def connect_process_vm(export: Export) -> ProcessVmPeer:
-    assert export.process_vm is not None  # offered, the caller has looked
-    return ProcessVmPeer(export, export.process_vm)
 
 
 def move_runs(

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from kvferry.errors import DocumentError, TransportError, TransportUnavailable
 from kvferry.layout.document import decode_msgpack, encode_msgpack
 from kvferry.transport.base import Export, Peer
-from kvferry.transport.local import connect_process_vm, connect_shm, local_card
+from kvferry.transport.local import ProcessVmPeer, ShmPeer, local_card
 from kvferry.transport.staging import Staging
-from kvferry.transport.tcp import Receiver, connect_tcp
+from kvferry.transport.tcp import Receiver, TcpPeer
 
-CONNECT: dict[str, Callable[[Export], Peer]] = {
-    "shm": connect_shm,
-    "process_vm": connect_process_vm,
-    "tcp": connect_tcp,
-}
+CONNECT: dict[str, Callable[[Export, Any], Peer]] = {"shm": ShmPeer, "process_vm": ProcessVmPeer, "tcp": TcpPeer}
 WAYS = {
     "auto": ("shm", "process_vm", "tcp"),
     "local": ("shm", "process_vm"),
@@ -57,15 +54,16 @@ class SelectingTransport:
             self._receiver.revoke(grant)
 
     def connect(self, export: bytes) -> Peer:
-        card = decode_msgpack(export, Export)
-        card.slots.check()
+        known = decode_msgpack(export, Export)
+        known.slots.check()
         tried = []
         for way in self._ways:
-            if getattr(card, way) is None:
+            card = getattr(known, way)
+            if card is None:
                 tried.append(f"{way}: not offered by the peer")
                 continue
             try:
-                peer = CONNECT[way](card)
+                peer = CONNECT[way](known, card)
             except TransportError as error:
                 tried.append(f"{way}: {error}")
                 continue

@@ -275,11 +275,6 @@ class TcpPeer:
         self._socket.settimeout(left_s)
 
 
-def connect_tcp(export: Export) -> TcpPeer:
-    assert export.tcp is not None  # offered, the caller has looked
-    return TcpPeer(export, export.tcp)
-
-
 def _loopback(host: str) -> str:
     """Nothing authenticates a peer yet, so nothing but this host is bound or connected to."""
     if host == "localhost":
