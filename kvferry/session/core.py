@@ -32,6 +32,7 @@ RESEND_S = 1.0
 RESEND_MAX_S = 30.0
 ABORT_KEEP_S = 10.0
 REMEMBERED = 65_536
+PEER_LIMIT = 1_000
 EARLY_LIMIT = 4_096
 """Transfers that a peer may start before our own call, all peers together."""
 
@@ -116,8 +117,9 @@ class Core:
         if pending is not None:
             pending.until_s = max(pending.until_s, until_s)
             return
-        if not self._open(peer, address):
-            self.problems[peer] = f"address {address!r} is not on loopback"
+        problem = self._open(peer, address)
+        if problem:
+            self.problems[peer] = problem
             return
         message = Hello(self.card)
         self._hellos[peer] = _Resend(message, self.now + RESEND_S, RESEND_S, until_s)
@@ -137,16 +139,15 @@ class Core:
         return self._accept(peer, body.card)
 
     def _accept(self, peer: Peer, card: Card) -> bool:
-        problem = _card_problem(peer, card)
         if peer in self.known:
             if self.known[peer] != card:
                 self.refuse("a peer changed its layout without a new generation")
             return False
-        if not problem and not self._open(peer, card.address):
-            problem = f"address {card.address!r} is not on loopback"
+        problem = _card_problem(peer, card) or self._open(peer, card.address)
         if problem:
-            self.problems[peer] = problem
-            self.refuse("handshake with a bad layout")
+            if self._hellos.pop(peer, None) is not None:  # strangers leave nothing behind here
+                self.problems[peer] = problem
+            self.refuse("handshake with a bad card")
             return False
         self._hellos.pop(peer, None)
         self.problems.pop(peer, None)
@@ -155,14 +156,17 @@ class Core:
             self.out.append(Watch(peer, card.process))
         return True
 
-    def _open(self, peer: Peer, address: str) -> bool:
+    def _open(self, peer: Peer, address: str) -> str:
+        """Why there is no line to the peer, or nothing."""
         if peer in self._opened:
-            return True
+            return ""
         if not _LOOPBACK.match(address):
-            return False
+            return f"address {address!r} is not on loopback"
+        if len(self._opened) >= PEER_LIMIT:
+            return f"{PEER_LIMIT} peers are connected already"
         self._opened.add(peer)
         self.out.append(Open(peer, address))
-        return True
+        return ""
 
     def forget(self, peer: Peer) -> None:
         """The peer is dead: nothing of it can touch our slots, and nothing can be said to it."""

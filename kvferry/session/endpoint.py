@@ -129,6 +129,10 @@ class Endpoint:
     ) -> None:
         require_loopback(host)
         check_instance(instance)
+        if not 0 <= rank < world or all(worker.rank != rank for worker in instance.workers):
+            raise DocumentError("rank", f"expected a worker of {instance.instance!r} below world {world}, got {rank}")
+        if slots < 1 or slot_bytes < 1:
+            raise DocumentError("slots", f"slots and slot_bytes must be ≥ 1, got {slots} × {slot_bytes}")
         self._worker = instance.worker(rank)
         own = Instance(instance.format, instance.instance, instance.model, instance.groups, (self._worker,))
         self._instance, self._memory = own, memory
@@ -222,6 +226,10 @@ class Endpoint:
         """Slots free, used and in quarantine; transfers; refused messages, in all and by reason."""
         with self._lock:
             return self._machine.stats()
+
+    def links(self) -> dict[str, str]:
+        """By peer that we have written to: which transport moves the bytes, and why that one."""
+        return {str(peer): f"{link.name}: {link.reason}" for peer, link in list(self._links.items())}
 
     def close(self) -> None:
         """Abort what runs, tell the peers, and give everything back."""

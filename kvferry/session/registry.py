@@ -7,6 +7,7 @@ A restarted registry is empty and is refilled by the workers' renewals. An insta
 from __future__ import annotations
 
 import http.client
+import socketserver
 import threading
 import time
 from collections.abc import Callable
@@ -107,8 +108,7 @@ class RegistryServer:
                 with lock:
                     return call(directory, clock())
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server((host, port), Handler)
         self.url = f"http://{host}:{self._server.server_address[1]}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="kvferry-registry", daemon=True
@@ -125,6 +125,18 @@ class RegistryServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256  # many workers come at once when an instance starts
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(self)  # HTTPServer's own would ask the DNS for our name
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that went away in the middle is none of our business."""
 
 
 class _Handler(BaseHTTPRequestHandler):

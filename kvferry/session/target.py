@@ -98,6 +98,10 @@ class Targets:
             past = self._past[call.transfer] or ("refused", "this transfer id has been used before; ids are unique")
             return self._end(t, Ended("target", call.transfer, error=failure(past[0], self._where(t, ""), past[1])))
         self.running[call.transfer] = t
+        if call.source == core.me.instance:
+            return self.fail(
+                t, "refused", f"{call.source!r} is this worker's own instance; name the prefill instance", None
+            )
         names = {call.source} if call.connect_only else {call.source, core.me.instance}
         core.out += [Lookup(name, t.deadline_s) for name in sorted(names)]
         t.problem = f"the registry has not answered about {call.source!r}"

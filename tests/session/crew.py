@@ -85,6 +85,9 @@ class Worker:
     def poll(self) -> list[tuple[str, str]]:
         return [(transfer.id, transfer.state) for transfer in self._endpoint.poll()]
 
+    def links(self) -> dict[str, str]:
+        return self._endpoint.links()
+
     def stats(self) -> dict[str, int]:
         return self._endpoint.stats()
 

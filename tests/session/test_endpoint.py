@@ -58,7 +58,10 @@ def test_addresses_with_bit_63_set(transport: str, target_tp: int, crew: Crew, r
 
 @pytest.mark.parametrize("transport", ["local", "shm", "process_vm", "tcp"])
 def test_every_transport(transport: str, crew: Crew, registry: str) -> None:
-    cross(open_pair(crew, registry, Shape(tp=2, order="hnd"), Shape(tp=1, page_tokens=6), transport=transport))
+    pair = open_pair(crew, registry, Shape(tp=2, order="hnd"), Shape(tp=1, page_tokens=6), transport=transport)
+    cross(pair)
+    (link,) = pair.sources[0]("links").values()
+    assert link.partition(":")[0] == {"local": "shm"}.get(transport, transport)
 
 
 def test_f36_prefix_and_order_and_many_transfers_on_one_pair(crew: Crew, registry: str) -> None:

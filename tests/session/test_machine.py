@@ -13,7 +13,7 @@ from kvferry.errors import PeerLost, TransferAborted, TransferRefused, TransferT
 from kvferry.layout.address import Address
 from kvferry.layout.request import Wanted
 from kvferry.session.events import AbortCall, Ended, ReceiveCall, Received, Scatter, SendCall
-from kvferry.session.messages import Abort, ChunkDone, Commit, Complete, Grant, Grants, Offer, Peer
+from kvferry.session.messages import Abort, ChunkDone, Commit, Complete, Goodbye, Grant, Grants, Offer, Peer
 from tests.session.pools import Shape, table
 from tests.session.sim import TABLES, TOKENS, Sim
 
@@ -82,7 +82,7 @@ def test_every_side_succeeds_without_faults(pair: tuple[int, int]) -> None:
     assert bytes_sent == bytes_received == 2 * wanted
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     pair=st.sampled_from(PAIRS),
@@ -101,7 +101,7 @@ def test_loss_duplicates_and_reordering(
         assert all(ended.error is None for ended in found.values())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), pair=st.sampled_from(PAIRS), steps=st.integers(0, 150), reorder=st.booleans())
 def test_abort_at_any_moment(seed: int, pair: tuple[int, int], steps: int, reorder: bool) -> None:
     sim = make(*pair, seed, reorder=reorder, duplicate=0.05)
@@ -120,7 +120,7 @@ def test_abort_at_any_moment(seed: int, pair: tuple[int, int], steps: int, reord
     assert all(isinstance(e.error, (TransferAborted, TransferTimeout, type(None))) for e in found.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32), pair=st.sampled_from(PAIRS), steps=st.integers(0, 150))
 def test_death_at_any_moment(seed: int, pair: tuple[int, int], steps: int) -> None:
     sim = make(*pair, seed)
@@ -182,6 +182,17 @@ def test_quarantine_lasts_until_the_peer_answers() -> None:
     sim.pass_time(60)
     sim.settle()
     assert sim.machines[target].stats()["slots_quarantined"] == 0
+
+
+def test_goodbye_ends_transfers_and_clears_doubt() -> None:
+    sim, source, target, _ = moving()
+    sim.event(target, AbortCall("target", "a", "enough"))
+    assert sim.machines[target].stats()["slots_quarantined"] > 0
+    sim.event(target, ReceiveCall("b", "p", TOKENS, TABLES, 9.0))
+    sim.event(target, Received(source, target, Goodbye()))
+    stats = sim.machines[target].stats()
+    assert (stats["slots_free"], stats["peers"]) == (sim.slots, 0)
+    assert isinstance(ends(sim)[target, "b"].error, PeerLost)
 
 
 @pytest.mark.parametrize(
