@@ -8,10 +8,11 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvferry.layout.address import Address
@@ -81,6 +82,30 @@ class Worker:
         """Gathering or scattering a chunk takes this much longer from now on."""
         for name in ("gather", "scatter"):
             setattr(self.memory, name, _after(seconds, getattr(self.memory, name)))
+
+    def ask_for_heads(self, start: int, stop: int) -> None:
+        """From now on this target asks every source for these heads, whatever was routed."""
+        honest = self._endpoint._preparer.prepare
+
+        def prepare(order: Any) -> Any:
+            prepared = honest(order)
+            for rank, shipment in prepared.shipments.items():
+                pieces = tuple(
+                    msgspec.structs.replace(
+                        piece,
+                        chunk=msgspec.structs.replace(
+                            piece.chunk,
+                            box=msgspec.structs.replace(
+                                piece.chunk.box, axes={**piece.chunk.box.axes, "head": ((start, stop),)}
+                            ),
+                        ),
+                    )
+                    for piece in shipment.pieces
+                )
+                prepared.shipments[rank] = replace(shipment, pieces=pieces)
+            return prepared
+
+        setattr(self._endpoint._preparer, "prepare", prepare)  # noqa: B010
 
     def poll(self) -> list[tuple[str, str]]:
         return [(transfer.id, transfer.state) for transfer in self._endpoint.poll()]

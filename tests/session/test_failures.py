@@ -303,3 +303,16 @@ def test_a_process_that_forgets_to_close_still_ends(registry: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=30, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_f66_a_source_gives_only_what_it_owns(crew: Crew, registry: str) -> None:
+    """A target that asks rank 0 for rank 1's heads is refused, and nothing of it lands."""
+    pair = open_pair(crew, registry, Shape(tp=2), Shape(tp=1))
+    pair.targets[0]("ask_for_heads", 2, 4)
+    start(pair, "t", (0, 8))
+    error = error_of(pair.targets[0], "wait", "t")
+    assert error.kind is TransferRefused
+    assert "head" in error.text
+    for member in pair.sources:
+        assert error_of(member, "wait", "t").kind is TransferRefused
+    until(all_free(*pair.targets))
