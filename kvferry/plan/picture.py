@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
 from math import ceil, sqrt
 
 from kvferry.layout.document import Group, Instance
@@ -26,7 +26,7 @@ MAP_WIDTH, MAP_HEIGHT = 224, 176
 HEAD_WIDTH, LAYER_HEIGHT = 14, 12  # where there is room
 COLUMN_WIDTH = 22  # of a group without heads
 MARGIN, GAP, TEXT = 16, 28, 11
-LABEL_ROOM = 10  # least height of a line of text on the map
+LABEL_ROOM = 11  # least height of a line of text on the map
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _per_line(count: int, width: float, height: float) -> int:
     """Panels side by side: all of them where that is narrow, else about as wide as a screen."""
     if count * width <= 1000:
         return max(1, count)
-    return max(1, min(ceil(sqrt(count * height / width * 1.3)), int(1600 // width)))
+    return max(1, min(round(sqrt(count * height / width * 1.3)), int(1600 // width)))
 
 
 def _description(ranks: Sequence[int], rows: Sequence[TrafficRow]) -> str:
@@ -194,13 +194,15 @@ def _map(field: Field, rows: list[TrafficRow], colours: dict[int, str], x: float
     ]
     for first, last, low, high, cover in _areas(field, rows):
         top, height = y + first * row_height, (last - first) * row_height
-        if len(cover) == 1:
-            lines += _block(cover[0], colours, x + low * head_width, top, (high - low) * head_width, height)
-            continue
+        left, width = x + low * head_width, (high - low) * head_width
         strip = head_width / len(cover)
-        for head in range(low, high):
-            for i, row in enumerate(cover):
-                lines += _block(row, colours, x + head * head_width + i * strip, top, strip, height)
+        if len(cover) == 1:
+            lines += _block(cover[0], colours, left, top, width, height)
+            lines += _label(cover[0].source, colours, left + width / 2, top + height / 2, width, height)
+            continue
+        for head, (i, row) in product(range(low, high), enumerate(cover)):
+            lines += _block(row, colours, x + head * head_width + i * strip, top, strip, height)
+        lines += _plates([row.source for row in cover], colours, left + width / 2, top + height / 2, width, height)
     if layers:
         lines.append(f'<text x="{x - 4:g}" y="{y + 9:g}" font-size="9" text-anchor="end">{layers[0]}</text>')
     if len(layers) > 1:
@@ -267,26 +269,45 @@ def _block(row: TrafficRow, colours: dict[int, str], x: float, y: float, width: 
     axes = " ".join(f"{axis} {slices(segments)}" for axis, segments in row.axes.items())
     tokens = "" if not row.cycles else f", tokens {cycle_text(row.cycles)}"
     tip = f"from source {row.source}: {row.group} layers {ranges(row.layers)}, {','.join(row.parts)}, {axes}{tokens}"
-    lines = [
+    return [
         f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{colour}" stroke="#fff" '
         f'stroke-width="0.5"><title>{escape(tip)}</title></rect>'
     ]
-    return lines + _label(str(row.source), _ink(colour), x + width / 2, y + height / 2, width, height)
 
 
-def _label(text: str, ink: str, x: float, y: float, width: float, height: float) -> list[str]:
+def _label(
+    rank: int, colours: dict[int, str], x: float, y: float, width: float, height: float, size: int = TEXT
+) -> list[str]:
     """A rank in the middle of a block, upright if it fits, else turned, else left out."""
-    long = 6.5 * len(text) + 1
-    if width >= long and height >= LABEL_ROOM:
-        turn, size = "", TEXT
-    elif height >= long and width >= LABEL_ROOM / 2:
-        turn, size = f' transform="rotate(-90 {x:.2f} {y:.2f})"', min(TEXT, int(width))
-    else:
-        return []
+    long = 0.6 * size * len(str(rank)) + 2
+    turn = ""
+    if width < long or height < LABEL_ROOM:
+        if height < long or width < LABEL_ROOM / 2:
+            return []
+        turn, size = f' transform="rotate(-90 {x:.2f} {y:.2f})"', min(size, int(width))
     return [
         f'<text x="{x:.2f}" y="{y + size * 0.36:.2f}" font-size="{size}" text-anchor="middle" '
-        f'pointer-events="none" fill="{ink}"{turn}>{text}</text>'
+        f'pointer-events="none" fill="{_ink(colours[rank])}"{turn}>{rank}</text>'
     ]
+
+
+def _plates(ranks: list[int], colours: dict[int, str], x: float, y: float, width: float, height: float) -> list[str]:
+    """The ranks of the strips of one area, as small plates around its middle: strips are too narrow to write on."""
+    ranks = list(dict.fromkeys(ranks))
+    plate = max(6.0 * len(str(rank)) for rank in ranks) + 4
+    row, column = plate * len(ranks) <= width, LABEL_ROOM * len(ranks) <= height
+    if not (row or column) or height < LABEL_ROOM:
+        return []
+    lines = []
+    for i, rank in enumerate(ranks):
+        shift = i - (len(ranks) - 1) / 2
+        at_x, at_y = (x + shift * plate, y) if row else (x, y + shift * LABEL_ROOM)
+        lines.append(
+            f'<rect x="{at_x - plate / 2:.2f}" y="{at_y - LABEL_ROOM / 2:.2f}" width="{plate:.2f}" '
+            f'height="{LABEL_ROOM}" fill="{colours[rank]}" stroke="#fff" stroke-width="0.5"/>'
+        )
+        lines += _label(rank, colours, at_x, at_y, plate, LABEL_ROOM, size=9)
+    return lines
 
 
 def _ink(colour: str) -> str:

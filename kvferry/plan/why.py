@@ -20,7 +20,7 @@ from kvferry.plan.route import Box, Route, check_compatible, owners, route, shar
 
 OPTION = "--why"
 SHAPE = "TARGET_RANK:GROUP:LAYER:PART:HEAD:TOKEN"
-WINDOW = 1024
+WINDOW = 16
 """Segments that are expanded around the cell; doubled while its run reaches the window's edge."""
 
 

@@ -80,6 +80,7 @@ def test_context_parallel_sources_share_a_column_as_strips() -> None:
     found = blocks(root)
     assert [colour for colour, _ in found] == [COLOURS[0], COLOURS[1]] * 2
     assert found[1][1].endswith("tokens t//4%2=1")
+    assert {"0", "1"} <= set(texts(root))
     assert any(text.startswith("strips within a column") for text in texts(root))
 
 
