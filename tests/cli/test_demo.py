@@ -19,6 +19,9 @@ from kvferry.cli import main as cli
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.timeout(
+    300
+)  # each starts processes that load PyTorch: seconds alone, minutes on a busy machine
 DEMO = [sys.executable, "-m", "kvferry.cli.main", "demo"]
 
 
@@ -29,7 +32,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-def demo(*options: str, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
+def demo(*options: str, timeout_s: float = 250) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*DEMO, *options], capture_output=True, text=True, timeout=timeout_s)
 
 
@@ -98,13 +101,13 @@ def test_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 @pytest.fixture
 def running(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A demo in a session of its own, up to its workers' start."""
+    """A demo in a session of its own, while its workers start."""
     log = tmp_path / "stderr"
     options = ["--model", str(tiny_model), "--decode-tp", "2", "--max-tokens", "400", "--prompt", "Where are we?"]
     with log.open("wb") as stderr:
         process = subprocess.Popen([*DEMO, *options], stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True)
     try:
-        assert _until(lambda: len(_session(process.pid)) >= 4, 60), log.read_text()
+        assert _until(lambda: len(_session(process.pid)) >= 4, 100), log.read_text()
         yield process, log
     finally:
         for pid in _session(process.pid):
@@ -116,7 +119,7 @@ def running(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen
 def test_ctrl_c_leaves_nothing(running: Any, moment: str) -> None:
     process, log = running
     if moment == "decoding":
-        assert _until(lambda: b"prompt 1 of 1" in log.read_bytes(), 60), log.read_text()
+        assert _until(lambda: b"prompt 1 of 1" in log.read_bytes(), 150), log.read_text()
     before = _shared_memory()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: every process of the group gets it
     assert process.wait(20) == 130

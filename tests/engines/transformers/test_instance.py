@@ -18,6 +18,7 @@ from kvferry.engines.transformers.model import load_model, plain_tokens  # noqa:
 from kvferry.errors import EngineError, WorkerFailed  # noqa: E402
 from kvferry.session import RegistryServer  # noqa: E402
 
+pytestmark = pytest.mark.timeout(300)  # processes that load PyTorch: seconds alone, minutes on a busy machine
 PROMPTS = [
     [5, 3, 40, 8, 9, 33, 1, 2, 60, 21, 22],
     [7],
