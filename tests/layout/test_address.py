@@ -77,7 +77,7 @@ def test_f1_a_base_above_2_63_stays_exact_where_plain_numpy_does_not() -> None:
     assert naive != DEVICE + 256
     assert Addresses([Address(DEVICE)]).plus(256).hex() == [hex(DEVICE + 256)]
     with pytest.raises(AddressError, match="expected an array of uint64, got int64"):
-        Addresses([Address(DEVICE)]).plus(np.array([256], np.int64))  # type: ignore[arg-type]
+        Addresses([Address(DEVICE)]).plus(np.array([256], np.int64))
 
 
 DTYPES = [

@@ -228,7 +228,7 @@ def test_anything_with_dlpack() -> None:
 def test_owned_segments_and_cycles_are_taken_over() -> None:
     array = np.zeros((PAGES, *SHAPES["nhd"]), dtype=np.float32)
     group = presets.attention_group(1, 2 * HEADS, DIM, "float32")
-    owned = {"head": [[3, 6]], "token": [1, 2, 4]}
+    owned: dict[str, Any] = {"head": [[3, 6]], "token": [1, 2, 4]}
     region, pool = pool_of(array, ("page", *NAMES["nhd"]), group, layers=[0], parts=["k"], owned=owned)
     whole(region, pool, group)
     assert pool.owned == {"head": ((3, 6),), "token": (1, 2, 4)}

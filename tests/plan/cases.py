@@ -46,6 +46,7 @@ def random_groups(rnd: random.Random) -> list[Json]:
     heads = rnd.choice([1, 2, 2, 3, 4, 4, 6])
     dtype = rnd.choice(["float16", "bfloat16", "int8", "float8_e4m3fn", "float32"])
     plain = {"growth": "token", "dtype": dtype, "layers": layers}
+    packed = {"dtype": "uint8", "encoding": "mxfp4"}
     kinds: dict[str, list[Json]] = {
         "gqa": [{**plain, "name": "attn", "parts": ["k", "v"], "axes": {"head": heads, "dim": rnd.choice([1, 2, 4])}}],
         "widths": [
@@ -53,7 +54,7 @@ def random_groups(rnd: random.Random) -> list[Json]:
             {**plain, "name": "v", "parts": ["v"], "axes": {"head": heads, "dim": 2}},
         ],
         "scales": [
-            {**plain, "name": "attn", "parts": ["k"], "axes": {"head": heads, "dim": 4}, "dtype": "uint8", "encoding": "fp4"},
+            {**plain, "name": "attn", "parts": ["k"], "axes": {"head": heads, "dim": 4}, **packed},
             {**plain, "name": "scale", "dtype": "float32", "parts": ["k"], "axes": {"head": heads, "block": 2}},
         ],
         "mla": [{**plain, "name": "mla", "parts": ["latent"], "axes": {"dim": rnd.choice([3, 6])}}],
@@ -106,7 +107,7 @@ def random_side(rnd: random.Random, name: str, groups: list[Json], wanted: Json)
     plans = {group["name"]: random_spread(rnd, group, grid) for group in groups}
     ranks = list(range(grid.tp * grid.pp * grid.cp))
     if rnd.random() < 0.3:
-        rnd.shuffle(ranks)
+        ranks = rnd.sample(range(2 * len(ranks)), len(ranks))
     workers = []
     for number, rank in enumerate(ranks):
         tensor, rest = number % grid.tp, number // grid.tp
@@ -128,7 +129,7 @@ def random_side(rnd: random.Random, name: str, groups: list[Json], wanted: Json)
         "format": "kvferry-instance/1",
         "instance": name,
         "model": "m",
-        "groups": list(groups),
+        "groups": groups[:: rnd.choice([1, -1])],
         "workers": workers,
     }
     return instance, {"tables": tables, **random_overrides(rnd, ranks, tables, pool_pages)}
@@ -235,6 +236,9 @@ def random_layout(rnd: random.Random, group: Json, shape: Json, keys: list[tuple
         digits += [[axis, extent, 0] for extent in ([count] if plain else factors(rnd, count))]
     layers = sorted({layer for layer, _ in keys})
     parts = sorted({part for _, part in keys})
+    page: list[Any]
+    layer: list[Any]
+    part: list[Any]
     page, layer, part = ["page", pages, 0], ["layer", len(layers), 0], ["part", len(parts), 0]
     nest = [layer, part, page, *digits]
     if not plain:
@@ -286,7 +290,7 @@ def spoil(rnd: random.Random, source: Json, target: Json, request: Json) -> str:
     side = rnd.choice(["source", "target"])
     name = rnd.choice(sorted(request[side]["tables"]))
     table = request[side]["tables"][name]
-    what = rnd.choice(["null", "far", "short", "twice", "gone", "late", "layer", "worker"])
+    what = rnd.choice(["null", "far", "short", "twice", "gone", "late", "layer", "worker", "alias"])
     pages = table["pages"]
     if what in ("null", "far", "twice") and pages:
         index = rnd.randrange(len(pages))
@@ -297,6 +301,11 @@ def spoil(rnd: random.Random, source: Json, target: Json, request: Json) -> str:
         del request[side]["tables"][name]
     elif what == "late":
         table["start"] = table.get("start", 0) + 24  # a multiple of every block × size used here
+    elif what == "alias":  # two pools in the same memory
+        for worker in (source if side == "source" else target)["workers"]:
+            for region in worker["regions"][1:]:
+                first = int(worker["regions"][0]["base"], 16)
+                region["base"] = hex(min(first, 2**64 - region["bytes"]))
     elif what == "layer":
         pools = [pool for worker in source["workers"] for pool in worker["pools"]]
         if pools:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 Json = dict[str, Any]
@@ -36,7 +37,8 @@ def table_of(side: Json, rank: int, name: str) -> Json:
     tables.update(side.get("workers", {}).get(str(rank), {}).get("tables", {}))
     if name not in tables:
         raise Refused(f"rank {rank} has no table {name}")
-    return tables[name]
+    table: Json = tables[name]
+    return table
 
 
 def owned_indices(pool: Json, group: Json, axis: str) -> list[int]:
@@ -89,6 +91,7 @@ def tagged(
             layer, part, region, offset, _ = buffer
             start = int(worker["regions"][region]["base"], 16) + offset
             for token in tokens:
+                place: tuple[int, int] | Refused | None
                 try:
                     place = token_place(pool, group, buffer, side, worker["rank"], token)
                 except Refused as problem:
@@ -148,17 +151,27 @@ def source_memory(source: Json, request: Json) -> tuple[dict[int, dict[int, set[
     return memory, there, lacking
 
 
-def verdict(source: Json, target: Json, request: Json) -> str:
-    """`"yes"`: must be planned; `"no"`: must be refused; `"either"`: an owner lacks a page that another owner has."""
+@dataclass(frozen=True)
+class Truth:
+    """What a request should do: `"yes"`: must be planned; `"no"`: must be refused; `"either"`: an owner lacks a page
+    that another owner has. Then the target's memory afterwards and the source's now.
+    """
+
+    verdict: str
+    wanted: dict[int, dict[int, Tag]]
+    memory: dict[int, dict[int, set[Tag]]]
+
+
+def truth(source: Json, target: Json, request: Json) -> Truth:
+    memory, there, lacking = source_memory(source, request)
     try:
         wanted = target_memory(target, request)
     except Refused:
-        return "no"
-    _, there, lacking = source_memory(source, request)
+        return Truth("no", {}, memory)
     tags = {tag for mine in wanted.values() for tag in mine.values()}
     if not tags <= there:
-        return "no"
-    return "either" if tags & lacking else "yes"
+        return Truth("no", wanted, memory)
+    return Truth("either" if tags & lacking else "yes", wanted, memory)
 
 
 def may_be_refused_early(source: Json, target: Json, request: Json) -> bool:
@@ -188,9 +201,13 @@ def may_be_refused_early(source: Json, target: Json, request: Json) -> bool:
 
 
 def replay(source: Json, target: Json, request: Json, plan: Json) -> int:
+    """As `compare`, for a request that is known to be possible."""
+    return compare(truth(source, target, request), plan)
+
+
+def compare(expected: Truth, plan: Json) -> int:
     """Carry out a plan byte by byte and compare it with what was wanted; returns the number of bytes."""
-    wanted = target_memory(target, request)
-    memory, _, _ = source_memory(source, request)
+    wanted, memory = expected.wanted, expected.memory
     written: dict[int, dict[int, Tag]] = {rank: {} for rank in wanted}
     copies = 0
     for transfer in plan["transfers"]:

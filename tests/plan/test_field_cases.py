@@ -155,7 +155,9 @@ def side(
     edges = {"head": [0, 2], "channel": [0, 4, 6, 10]}
     workers = []
     for rank in range(tp):
-        pools, regions, at = [], [], base
+        pools: list[Json] = []
+        regions: list[Json] = []
+        at = base
         for group in groups:
             axis = owned.get(group["name"])
             segments: list[list[int]] = []
