@@ -13,7 +13,8 @@ from kvferry.layout.document import Group, Instance, Worker
 from kvferry.layout.request import Wanted
 from kvferry.plan.bind import token_runs
 from kvferry.plan.dense import DenseCopies, chunk_bytes, dense_copies, split
-from kvferry.plan.prove import prove_disjoint
+from kvferry.plan.program import DensePlace, compile_program, pool_places
+from kvferry.plan.prove import prove_cells, prove_disjoint
 from kvferry.plan.route import Route, route, shared_groups
 from kvferry.session.events import Prepare, Prepared, Shipment
 from kvferry.session.messages import Piece
@@ -36,6 +37,7 @@ class Preparer:
             if len(self._routes) >= CACHED_PAIRS:
                 del self._routes[next(iter(self._routes))]
             self._routes[order.key] = routes
+            _prove_routes(order.target, self._rank, routes[self._rank])
         check_wanted(order.source, order.target, order.groups)
         worker = order.target.worker(self._rank)
         pieces: dict[int, list[Piece]] = {}
@@ -53,6 +55,14 @@ class Preparer:
             if self._rank in ranks
         }
         return Prepared(order.transfer, shipments)
+
+
+def _prove_routes(target: Instance, rank: int, routes: tuple[Route, ...]) -> None:
+    """Once per pair: the programs that will scatter into our pages pair each cell with itself."""
+    for step in routes:
+        group = target.group(step.box.group)
+        for place, keys in pool_places(target.worker(rank), group, step.box):
+            prove_cells(compile_program(place, DensePlace(group, step.box, 1, keys)))
 
 
 def takers(routes: dict[int, tuple[Route, ...]], sources: list[int]) -> dict[int, tuple[int, ...]]:
