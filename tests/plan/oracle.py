@@ -200,12 +200,7 @@ def may_be_refused_early(source: Json, target: Json, request: Json) -> bool:
     return not cells[1] <= cells[0]
 
 
-def replay(source: Json, target: Json, request: Json, plan: Json) -> int:
-    """As `compare`, for a request that is known to be possible."""
-    return compare(truth(source, target, request), plan)
-
-
-def compare(expected: Truth, plan: Json) -> int:
+def replay(expected: Truth, plan: Json) -> int:
     """Carry out a plan byte by byte and compare it with what was wanted; returns the number of bytes."""
     wanted, memory = expected.wanted, expected.memory
     written: dict[int, dict[int, Tag]] = {rank: {} for rank in wanted}

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.layout.document import encode_json
 from kvferry.layout.presets import memory_bytes, uniform_instance
-from tests.plan.oracle import replay
+from tests.plan.oracle import replay, truth
 from tests.plan.test_oracle import plan
 
 Json = dict[str, Any]
@@ -42,7 +42,7 @@ def crosses(source: Json, target: Json, tokens: tuple[int, int] = (0, TOKENS), t
         "source": {"tables": {"attn": table(sizes[0], tokens[1])}},
         "target": {"tables": {"attn": table(sizes[1], tokens[1], target_start)}},
     }
-    return replay(source, target, request, plan(source, target, request))
+    return replay(truth(source, target, request), plan(source, target, request))
 
 
 @pytest.mark.parametrize("top", [False, True])
@@ -242,6 +242,6 @@ def test_f33_to_f45_groups(
     target, target_side = side("d", groups, target_tp, SPLIT, 4, 0x1000)
     request = {"format": "kvferry-request/1", "groups": wanted, "source": source_side, "target": target_side}
     answer = plan(source, target, request)
-    moved = replay(source, target, request, answer)
+    moved = replay(truth(source, target, request), answer)
     # F40: a latent is whole on every target rank, and each of them gets it once
     assert moved == (nbytes or target_tp * 2 * 5 * 5 * 2 + 2 * 4 * 2 * 2 * 2)
