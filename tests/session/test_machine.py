@@ -334,3 +334,18 @@ def test_one_peer_leaves_slots_for_others() -> None:
         sim.step()
     assert sim.machines[target].stats()["slots_used"] == 2
     assert sim.machines[target].stats()["slots_free"] == 2
+
+
+def test_only_the_leader_commits() -> None:
+    sim = make(1, 2)
+    (source,), (_, follower) = sim.peers("p"), sim.peers("d")
+    for peer, call in sim.start("a", "p", "d"):
+        sim.event(peer, call)
+    running = sim.machines[follower].targets.running
+    while running["a"].phase != "committing":
+        assert sim.step()
+    sim.event(follower, Received(source, follower, Commit("a", 1)))
+    assert "a" in running
+    assert sim.machines[follower].stats()["refused: commit for no transfer"] == 1
+    sim.settle()
+    assert all(ended.error is None for ended in check(sim, ["a"], 10).values())
