@@ -236,3 +236,18 @@ def test_landing_sees_pools_that_share_memory() -> None:
     prove_landing(both.worker(0), both, wanted, Side({"attn": Table((3,)), "other": Table((4,))}))
     with pytest.raises(ProofError, match="share target bytes"):
         prove_landing(both.worker(0), both, wanted, Side({"attn": Table((3,)), "other": Table((3,))}))
+
+
+def test_f17_a_second_decode_instance_with_another_tp_gets_its_own_copies() -> None:
+    """F17: one prefill, decode instances of TP 2, 4 and 3 in turn: each plan is what it is when made alone."""
+    source = instance(tp=2, heads=12)
+    targets = [instance(f"decode-{tp}", tp=tp, heads=12, base=1 << 40) for tp in (2, 4, 3)]
+    wanted = request((3, 61), list(range(8)), list(range(7, -1, -1)))
+    together = [make_plan(source, target, wanted) for target in targets + targets]
+    for plan, target in zip(together, targets + targets, strict=True):
+        alone = make_plan(
+            instance(tp=2, heads=12), instance(target.instance, tp=len(target.workers), heads=12, base=1 << 40), wanted
+        )
+        assert plan == alone
+        assert {transfer.target for transfer in plan.transfers} == {worker.rank for worker in target.workers}
+    assert len({str(plan) for plan in together}) == 3
