@@ -6,12 +6,13 @@ refused: a layout that leaves a group out still reads as text, and is wrong. Whe
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Union
 
 from kvferry.errors import DocumentError
-from kvferry.layout.document import DTYPE_BYTES, Group, decode_json
+from kvferry.layout.document import DTYPE_BYTES, Group
 
 Config = Mapping[str, Any]
 SlabKind = Literal["kv", "latent", "index", "state"]
@@ -64,7 +65,12 @@ class Kind:
 
 def read_config(data: Union[bytes, str]) -> Config:
     """Decode a config.json. The language model's part of a multimodal one (`text_config`) goes before the rest."""
-    config: dict[str, Any] = decode_json(data, dict)
+    try:
+        config = json.loads(data)  # and not msgspec: config files may hold Infinity and NaN
+    except (ValueError, RecursionError) as error:
+        raise DocumentError("", f"no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise DocumentError("", f"expected an object, got {type(config).__name__}")
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
 
@@ -108,8 +114,8 @@ def _latent_attention(config: Config, dtypes: Dtypes) -> tuple[Slab, ...]:
     Index keys are float8_e4m3fn and their scales a group beside them, named by their real types instead of one opaque
     encoding: they can be told apart, so a page may hold them in any order.
     """
-    layers = _layers_by_type(config, ("full_attention",), ["full_attention"] * _count(config, "num_hidden_layers"))
-    everywhere = layers["full_attention"]
+    everywhere = tuple(range(_count(config, "num_hidden_layers")))
+    _layers_by_type(config, ("full_attention", "indexed_attention"), ["full_attention"] * len(everywhere))
     width = _count(config, "kv_lora_rank") + _count(config, "qk_rope_head_dim")
     latent = Group("latent", "token", dtypes.cache, everywhere, ("latent",), {"dim": width})
     slabs = [Slab("latent", (Cached(latent, "latent", {}),))]
@@ -180,6 +186,7 @@ KINDS = (
 
 FOREIGN: Mapping[str, str] = {
     "attention_chunk_size": "chunked attention",
+    "attention_k_eq_v": "keys that are values too",
     "attn_type_list": "lightning attention",
     "block_configs": "layers of different shapes",
     "block_types": "recurrent blocks",
@@ -198,6 +205,7 @@ FOREIGN: Mapping[str, str] = {
     "linear_attn_config": "Kimi delta attention",
     "mamba_d_state": "Mamba layers",
     "num_kv_shared_layers": "layers that share a cache",
+    "per_layer_config": "layers of different shapes",
     "ssm_state_size": "Mamba layers",
 }
 """Fields of models whose other fields look like a known kind although the cache is not."""

@@ -97,4 +97,4 @@ def test_a_config_that_is_no_json_object_is_refused(capsys: pytest.CaptureFixtur
     file.write_text("[]")
     code, _, err = layout(capsys, file)
     assert code == 2
-    assert err.startswith(f"kvferry: error: {file}: expected")
+    assert err.startswith(f"kvferry: error: {file}: expected an object, got list")

@@ -87,6 +87,17 @@ def test_deepseek_has_a_latent_and_index_keys_with_scales_on_one_table() -> None
         assert all(not pool.owned for pool in worker.pools)  # F40: a replica on every rank
 
 
+def test_layer_types_as_transformers_names_them_for_latent_attention_are_known() -> None:
+    listed = config(DEEPSEEK, layer_types=["indexed_attention"] * 61)
+    assert build(listed) == build(config(DEEPSEEK))
+
+
+def test_numbers_that_only_python_writes_are_read() -> None:
+    text = json.dumps(config(LLAMA, time_limit=[0.0, float("inf")]))
+    assert "Infinity" in text
+    assert model_slabs(read_config(text)) == model_slabs(config(LLAMA))
+
+
 def test_a_model_without_index_keys_has_the_latent_only() -> None:
     assert list(groups_of(build(config(DEEPSEEK, index_head_dim=None)))) == ["latent"]
 
