@@ -37,7 +37,6 @@ class Moving(msgspec.Struct, frozen=True):
     bytes: int
     copies: int
     seconds: float
-    transports: tuple[str, ...]
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -65,6 +64,7 @@ class Summary(msgspec.Struct, frozen=True):
     dtype: str
     prefill: Instances
     decode: Instances
+    transport: str
     prompts: tuple[Outcome, ...]
     equal: int
     total: int
@@ -152,6 +152,7 @@ def run_demo(args: argparse.Namespace, progress: Progress) -> Summary:
         dtype="float32",
         prefill=Instances(args.prefill_tp, args.prefill_page_tokens, args.prefill_layout),
         decode=Instances(args.decode_tp, args.decode_page_tokens, args.decode_layout),
+        transport=args.transport,
         prompts=tuple(outcomes),
         equal=sum(outcome.equal for outcome in outcomes),
         total=len(outcomes),
@@ -228,7 +229,6 @@ def _moving(sources: Sequence[Moved], targets: Sequence[Moved]) -> Moving:
         bytes=sum(moved.bytes for moved in targets),
         copies=sum(moved.copies for moved in (*sources, *targets)),
         seconds=max(moved.seconds for moved in targets),
-        transports=tuple(sorted({name for moved in targets for name in moved.transports})),
     )
 
 
@@ -259,16 +259,16 @@ def _text(summary: Summary) -> str:
             if outcome.equal
             else f"DIFFERS from the plain run at token {outcome.first_difference}"
         )
-        over = f" over {', '.join(moved.transports)}" if moved.transports else ""
         lines += [
             f"> {outcome.prompt}",
             *(f"  {line}" for line in outcome.answer.splitlines()),
-            f"  [{verdict}; {moved.bytes:,} bytes in {moved.copies:,} copies, {moved.seconds:.3f} s{over}]",
+            f"  [{verdict}; {moved.bytes:,} bytes in {moved.copies:,} copies, {moved.seconds:.3f} s]",
             "",
         ]
     sides = " → ".join(
         f"{name} TP{side.tp}, {side.layout} pages of {side.page_tokens} tokens"
         for name, side in (("prefill", summary.prefill), ("decode", summary.decode))
     )
-    lines.append(f"tokens equal: {summary.equal}/{summary.total}  ({sides}; {summary.dtype}; {summary.seconds:.1f} s)")
+    what = f"{summary.dtype}, transport {summary.transport}"
+    lines.append(f"tokens equal: {summary.equal}/{summary.total}  ({sides}; {what}; {summary.seconds:.1f} s)")
     return "\n".join(lines)

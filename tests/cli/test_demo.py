@@ -61,13 +61,13 @@ def test_different_tokens_fail_the_demo(monkeypatch: pytest.MonkeyPatch, capsys:
         def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
             return " ".join(map(str, tokens))
 
-    moving = module.Moving(bytes=1000, copies=2, seconds=0.5, transports=("shm",))
+    moving = module.Moving(bytes=1000, copies=2, seconds=0.5)
     outcomes = tuple(
         module._outcome("p", [1], [4, 5, 6], plain, moving, Tokenizer()) for plain in ([4, 5, 6], [4, 9, 6], [4, 5])
     )
     assert [outcome.first_difference for outcome in outcomes] == [None, 1, 2]
     side = module.Instances(1, 16, "nhd")
-    summary = module.Summary("kvferry-demo/1", "m", "float32", side, side, outcomes, 1, 3, 1.0)
+    summary = module.Summary("kvferry-demo/1", "m", "float32", side, side, "auto", outcomes, 1, 3, 1.0)
     monkeypatch.setattr(module, "run_demo", lambda args, progress: summary)
     assert cli.main(["demo"]) == 1
     out = capsys.readouterr().out

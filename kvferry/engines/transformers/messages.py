@@ -76,7 +76,6 @@ class Moved(Message, frozen=True):
     copies: int
     chunks: int
     seconds: float
-    transports: tuple[str, ...] = ()
 
 
 class Answer(Message, frozen=True):
