@@ -99,7 +99,7 @@ class PeerLost(TransferError):
 
 
 class EngineError(KVFerryError):
-    """An engine adapter can't do what it was asked: a size that does not fit the model, no free page, a folder without a model."""
+    """An engine adapter can't do what it was asked: a size that doesn't fit the model, no free page, no model there."""
 
 
 class WorkerFailed(EngineError):

@@ -99,6 +99,12 @@ class Address:
             raise AddressError(f"{self} + {nbytes} passes 2**64")
         return Address(total)
 
+    def minus(self, nbytes: int) -> Address:
+        """The address `nbytes` further down; AddressError where that is below 0."""
+        if size(nbytes, "offset") > self.value:
+            raise AddressError(f"{self} - {nbytes} is below 0")
+        return Address(self.value - nbytes)
+
     def distance_from(self, base: Address) -> int:
         """Bytes from `base` up to this address; AddressError where `base` is above it."""
         if base.value > self.value:
@@ -159,6 +165,32 @@ class Addresses:
             where = np.argwhere(np.atleast_1d(wrapped))[0].tolist()
             raise AddressError(f"address + offset passes 2**64 at index {where}")
         return Addresses(total)
+
+    def distances_from(self, base: Address) -> U64:
+        """Bytes from `base` up to each address; AddressError where one is below it."""
+        return self.offsets_in(base, SPACE - 1 - base.value, 0, "addresses")
+
+    def distances_to(self, address: Address) -> U64:
+        """Bytes from each up to `address`, modulo 2**64: one that is above it gets a number larger than any real size."""
+        distance: U64 = np.uint64(address.value) - self._u64
+        return distance
+
+    def lowest(self) -> Address:
+        """The lowest of them; there must be one."""
+        return Address(int(self._u64.min()))
+
+    def first(self) -> Address:
+        return Address(int(self._u64.ravel()[0]))
+
+    def first_overlap(self, lengths: U64) -> int | None:
+        """Index of a range [address, address + length) into which another range reaches, or None. Adds nothing to an
+        address.
+        """
+        order = np.argsort(self._u64, kind="stable")
+        start = self._u64[order]
+        gap = start[1:] - start[:-1]  # sorted, so it never wraps
+        clash = np.flatnonzero(gap < offsets(lengths, "lengths")[order][:-1])
+        return int(order[clash[0] + 1]) if len(clash) else None
 
     def offsets_in(self, base: Address, nbytes: int, lengths: Offsets, what: str) -> U64:
         """Offsets from `base` of the ranges [address, address + length), each checked to lie inside [base, base +

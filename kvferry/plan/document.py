@@ -5,20 +5,20 @@ use chunks.
 from __future__ import annotations
 
 from collections import defaultdict
-from math import prod
 from typing import Literal
 
 import numpy as np
 
-from kvferry.errors import PlanError, ProofError
+from kvferry.errors import ProofError
 from kvferry.layout.address import join
 from kvferry.layout.document import Group, Instance, Struct, Worker
 from kvferry.layout.request import Request, Wanted
-from kvferry.plan.bind import Copies, bind_tokens, expand, page_array, token_runs
+from kvferry.plan.bind import Copies, bind_tokens, expand, page_array
 from kvferry.plan.landing import prove_landing
 from kvferry.plan.program import Program, compile_program, pool_places, restrict
 from kvferry.plan.prove import prove_bounds, prove_cells, prove_disjoint
-from kvferry.plan.route import Box, check_compatible, route, shared_groups
+from kvferry.plan.route import Box, check_compatible, route
+from kvferry.plan.wanted import check_wanted, owned_bytes
 
 
 class TransferCopies(Struct, frozen=True):
@@ -64,7 +64,8 @@ def make_plan(source: Instance, target: Instance, request: Request) -> PlanDocum
 def plan_copies(source: Instance, target: Instance, request: Request) -> dict[tuple[int, int], Copies]:
     """Proved copies per (source rank, target rank)."""
     check_compatible(source, target)
-    wanted = _wanted_groups(source, target, request)
+    wanted = request.groups
+    check_wanted(source, target, wanted)
     senders = {worker.rank: worker for worker in source.workers}
     parts: dict[tuple[int, int], list[Copies]] = defaultdict(list)
     for worker in target.workers:
@@ -79,23 +80,6 @@ def plan_copies(source: Instance, target: Instance, request: Request) -> dict[tu
             worker, target, wanted, request, [c for (_, t), some in parts.items() if t == worker.rank for c in some]
         )
     return {pair: _concatenate(some) for pair, some in sorted(parts.items())}
-
-
-def _wanted_groups(source: Instance, target: Instance, request: Request) -> dict[str, Wanted]:
-    shared = shared_groups(source, target)
-    for group in shared:
-        if group.name not in request.groups and not group.optional:
-            raise PlanError(
-                f"group {group.name}: the request doesn't name it; name it with tokens [0, 0] to move none of it"
-            )
-    for name, wanted in request.groups.items():
-        found = next((group for group in shared if group.name == name), None)
-        if found is None:
-            raise PlanError(f"group {name}: the request names it, but not both sides have it")
-        if (wanted.tokens is None) != (found.growth == "state"):
-            needs = "a position" if found.growth == "state" else "tokens"
-            raise PlanError(f"group {name}: it grows by {found.growth}, so the request must give {needs}")
-    return request.groups
 
 
 def pair_programs(source: Worker, target: Worker, group: Group, box: Box) -> list[Program]:
@@ -137,7 +121,7 @@ def _prove_worker(
     worker: Worker, target: Instance, wanted: dict[str, Wanted], request: Request, copies: list[Copies]
 ) -> None:
     """Everything that the worker owns of the wanted tokens arrives (by count), and no byte twice: so exactly once."""
-    owed = sum(_owned_bytes(worker, target.group(name), want.token_range) for name, want in wanted.items())
+    owed = sum(owned_bytes(worker, target.group(name), want.token_range) for name, want in wanted.items())
     moved = sum(c.total_bytes for c in copies)
     if owed != moved:
         raise ProofError(f"target worker {worker.rank} wants {owed} bytes, the plan moves {moved}")
@@ -147,16 +131,6 @@ def _prove_worker(
         np.concatenate([np.empty(0, np.uint64), *(c.lengths for c in copies)]),
         f"target worker {worker.rank}",
     )
-
-
-def _owned_bytes(worker: Worker, group: Group, tokens: tuple[int, int]) -> int:
-    total = 0
-    for pool in worker.pools:
-        if pool.group == group.name:
-            cell = prod(sum(b - a for a, b in pool.segments(axis, extent)) for axis, extent in group.axes.items())
-            count = int(token_runs(tokens, [pool.cycle])[1].sum())
-            total += cell * count * len(pool.buffers) * group.item_bytes
-    return total
 
 
 def _concatenate(copies: list[Copies]) -> Copies:

@@ -11,7 +11,7 @@ from math import lcm
 
 import numpy as np
 
-from kvferry.layout.address import SPACE, Address, Addresses
+from kvferry.layout.address import Address, Addresses
 from kvferry.layout.document import Instance
 from kvferry.plan.bind import Pages, bind_tokens, expand, token_runs
 from kvferry.plan.document import pair_programs
@@ -201,18 +201,17 @@ def scattered(program: Program, start: int, stop: int) -> tuple[Program, list[Pa
         )
         for piece in program.pieces
     )
-    return Program(places[0], places[1], pieces), tables
+    return replace(program, source=places[0], target=places[1], pieces=pieces), tables
 
 
 def origins(program: Program) -> tuple[Address, Address]:
     """The lowest buffer of each side."""
-    source, target = (place.bases.u64 for place in (program.source, program.target))
-    return Address(int(source.min())), Address(int(target.min()))
+    return program.source.bases.lowest(), program.target.bases.lowest()
 
 
 def lowered(bases: Addresses, origin: Address) -> Addresses:
     """The same addresses if `origin` were 0."""
-    return Addresses(bases.offsets_in(origin, SPACE - 1 - origin.value, 0, "buffers"))
+    return Addresses(bases.distances_from(origin))
 
 
 def _share(cycles: Iterable[Cycle]) -> float:

@@ -94,7 +94,7 @@ def _sharing_memory(worker: Worker, pools: list[Pool]) -> list[Pool]:
         for buffer in pool.buffers:
             start: Address = worker.regions[buffer.region].base.plus(buffer.offset_bytes)
             reach = (buffer.pages - 1) * pool.page_bytes + sum((m.extent - 1) * m.stride_bytes for m in pool.modes)
-            spans.append((start.value, start.value + reach, index))
+            spans.append((start.value, start.plus(reach).value, index))
     shared: set[int] = set()
     reach_so_far: list[tuple[int, int]] = []
     for start_at, end, index in sorted(spans):

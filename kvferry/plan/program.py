@@ -19,7 +19,7 @@ from typing import Union
 import numpy as np
 
 from kvferry.errors import PlanError
-from kvferry.layout.address import U64, Address, Addresses
+from kvferry.layout.address import U64, Addresses
 from kvferry.layout.document import TOKEN, Group, Mode, Pool, Worker
 from kvferry.plan.route import Box, Cycle, Segment
 
@@ -152,6 +152,15 @@ def restrict(place: PoolPlace, keys: Sequence[tuple[int, str]], wanted: Sequence
 
 
 @dataclass(frozen=True)
+class AxisPart:
+    """Indices of one axis: start pairs, each the corner of the same nest of folds."""
+
+    source: U64
+    target: U64
+    folds: tuple[Fold, ...]
+
+
+@dataclass(frozen=True)
 class Piece:
     """Runs of equal shape. Copy (i, j, …) goes from `source_bases[i] + source_starts[j] + Σ index·stride` to the same
     on the target.
@@ -170,6 +179,7 @@ class Program:
 
     source: Place
     target: Place
+    axes: tuple[tuple[AxisPart, ...], ...]  # per axis of the box; pieces are their product, times the buffers
     pieces: tuple[Piece, ...]
 
 
@@ -188,7 +198,7 @@ def compile_program(source: Place, target: Place) -> Program:
             folds += part.folds
         for source_bases, target_bases, buffer_folds in buffers:
             pieces.append(Piece(source_bases, target_bases, s, t, (*folds, *buffer_folds)))
-    return Program(source, target, tuple(pieces))
+    return Program(source, target, tuple(axes), tuple(pieces))
 
 
 def _fold_buffers(source: Place, target: Place) -> list[tuple[Addresses, Addresses, tuple[Fold, ...]]]:
@@ -201,19 +211,10 @@ def _fold_buffers(source: Place, target: Place) -> list[tuple[Addresses, Address
         return [(s, t, ())]
     order = np.argsort(s.u64, kind="stable")
     s, t = s.take(order), t.take(order)
-    ends = (Address(int(s.u64[0])), Address(int(t.u64.min())))
-    relative = [a.offsets_in(end, (1 << 64) - 1 - end.value, 0, "buffers") for a, end in zip((s, t), ends, strict=True)]
+    ends = (s.lowest(), t.lowest())
+    relative = (s.distances_from(ends[0]), t.distances_from(ends[1]))
     parts = fold_axis(relative[0].tobytes(), relative[1].tobytes())
     return [(Addresses([ends[0]]).plus(p.source), Addresses([ends[1]]).plus(p.target), p.folds) for p in parts]
-
-
-@dataclass(frozen=True)
-class AxisPart:
-    """Indices of one axis: start pairs, each the corner of the same nest of folds."""
-
-    source: U64
-    target: U64
-    folds: tuple[Fold, ...]
 
 
 @lru_cache(maxsize=4096)

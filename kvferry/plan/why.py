@@ -263,7 +263,7 @@ def _run_of_request(
     programs: list[Program], places: list[PoolPlace], ends: list[End], cell: Cell, request: Request
 ) -> Run:
     tokens = request.groups[cell.group].token_range
-    at = [Address.parse(end.address).value for end in ends]
+    at = [Address.parse(end.address) for end in ends]
     for program in programs:
         tables = [
             _table(side, place)
@@ -275,7 +275,7 @@ def _run_of_request(
             found = _find(narrow, segments, places, at)
             if found is not None:
                 start, length = found
-                return Run(hex(at[0] - start), hex(at[1] - start), length, start)
+                return Run(str(at[0].minus(start)), str(at[1].minus(start)), length, start)
     raise PlanError("no copy of the plan carries this cell")
 
 
@@ -292,7 +292,7 @@ def _run_in_pages(programs: list[Program], places: list[PoolPlace], ends: list[E
         at = []
         for place, table, end in zip(low, tables, ends):
             entry = end.table_entry - table.start // place.pool.cycle[1] // place.pool.page_tokens
-            at.append(int(place.bases.u64[0]) + int(table.numbers[entry]) * end.page_bytes + end.page_offset)
+            at.append(place.bases.first().plus(int(table.numbers[entry]) * end.page_bytes + end.page_offset))
         for narrow in _pieces_of(loose, low):
             found = _find(narrow, segments, low, at)
             if found is not None:
@@ -314,7 +314,9 @@ def _pieces_of(program: Program, places: list[PoolPlace]) -> Iterator[Program]:
         yield replace(program, pieces=(piece,))
 
 
-def _find(program: Program, segments: Segments, places: list[PoolPlace], at: list[int]) -> Optional[tuple[int, int]]:
+def _find(
+    program: Program, segments: Segments, places: list[PoolPlace], at: list[Address]
+) -> Optional[tuple[int, int]]:
     """(the cell's offset in its run, the run's bytes), or None if this program doesn't carry it.
 
     Expands a window of segments around the cell, wider until the run no longer grows.
@@ -325,10 +327,8 @@ def _find(program: Program, segments: Segments, places: list[PoolPlace], at: lis
         low, high = max(0, middle - width), min(len(segments.tokens), middle + width)
         some = Segments(segments.source[low:high], segments.target[low:high], segments.tokens[low:high])
         copies = expand(program, some)
-        s, t = copies.source.u64, copies.target.u64
-        # a wrapped difference is larger than any run, so it never hits
-        back = np.uint64(at[1]) - t
-        hits = np.flatnonzero((back < copies.lengths) & (np.uint64(at[0]) - s == back))
+        back = copies.target.distances_to(at[1])
+        hits = np.flatnonzero((back < copies.lengths) & (copies.source.distances_to(at[0]) == back))
         before = found
         found = (int(back[hits[0]]), int(copies.lengths[hits[0]])) if len(hits) else None
         if (low, high) == (0, len(segments.tokens)) or (found is not None and found == before):
@@ -336,10 +336,10 @@ def _find(program: Program, segments: Segments, places: list[PoolPlace], at: lis
         width *= 8
 
 
-def _segment_of(segments: Segments, place: PoolPlace, address: int) -> int:
+def _segment_of(segments: Segments, place: PoolPlace, address: Address) -> int:
     """The segment that holds the cell's token or, in unusual nestings, one near it."""
     in_token = sum(int(place.axis_offsets(axis)[0]) for axis in place.box.axes)
-    below = segments.target <= np.uint64(address - int(place.bases.u64[0]) - in_token)
+    below = segments.target <= np.uint64(address.distance_from(place.bases.first()) - in_token)
     return int(np.argmax(np.where(below, segments.target, np.uint64(0)))) if len(below) else 0
 
 

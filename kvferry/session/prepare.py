@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from math import prod
 
 import numpy as np
 
-from kvferry.errors import PlanError, ProofError
+from kvferry.errors import ProofError
 from kvferry.layout.address import join
-from kvferry.layout.document import Group, Instance, Worker
+from kvferry.layout.document import Instance, Worker
 from kvferry.layout.request import Wanted
-from kvferry.plan.bind import token_runs
 from kvferry.plan.dense import DenseCopies, chunk_bytes, dense_copies, split
 from kvferry.plan.program import DensePlace, compile_program, pool_places
 from kvferry.plan.prove import prove_cells, prove_disjoint
-from kvferry.plan.route import Route, route, shared_groups
+from kvferry.plan.route import Route, route
+from kvferry.plan.wanted import check_wanted, owned_bytes
 from kvferry.session.events import Prepare, Prepared, Shipment
 from kvferry.session.messages import Piece
 
@@ -77,38 +76,11 @@ def takers(routes: dict[int, tuple[Route, ...]], sources: list[int]) -> dict[int
     return {source: some or (ranks[source % len(ranks)],) for source, some in found.items()}
 
 
-def check_wanted(source: Instance, target: Instance, groups: dict[str, Wanted]) -> None:
-    """The call names every group that both sides have, in that group's way."""
-    shared = {group.name: group for group in shared_groups(source, target)}
-    for name, group in shared.items():
-        if name not in groups and not group.optional:
-            raise PlanError(f"group {name}: receive() doesn't name it; name it with tokens (0, 0) to move none of it")
-    for name, wanted in groups.items():
-        if name not in shared:
-            raise PlanError(f"group {name}: receive() names it, but not both sides have it")
-        if (wanted.tokens is None) != (shared[name].growth == "state"):
-            needs = "a position" if shared[name].growth == "state" else "tokens"
-            raise PlanError(f"group {name}: it grows by {shared[name].growth}, so receive() must give {needs}")
-        start, stop = wanted.token_range
-        if not 0 <= start <= stop:
-            raise PlanError(f"group {name}: tokens must be 0 ≤ start ≤ stop, got [{start}, {stop})")
-
-
 def _prove(worker: Worker, target: Instance, groups: dict[str, Wanted], copies: list[DenseCopies]) -> None:
     """All that this worker owns of the wanted tokens arrives, and no byte twice: so each exactly once."""
-    owed = sum(_owned_bytes(worker, target.group(name), wanted.token_range) for name, wanted in groups.items())
+    owed = sum(owned_bytes(worker, target.group(name), wanted.token_range) for name, wanted in groups.items())
     moved = sum(c.total_bytes for c in copies)
     if owed != moved:
         raise ProofError(f"target worker {worker.rank} wants {owed} bytes, the routes bring {moved}")
     lengths = np.concatenate([np.empty(0, np.uint64), *(c.lengths for c in copies)])
     prove_disjoint(join([c.addresses for c in copies]), lengths, f"target worker {worker.rank}")
-
-
-def _owned_bytes(worker: Worker, group: Group, tokens: tuple[int, int]) -> int:
-    total = 0
-    for pool in worker.pools:
-        if pool.group == group.name:
-            cells = prod(sum(b - a for a, b in pool.segments(axis, extent)) for axis, extent in group.axes.items())
-            count = int(token_runs(tokens, [pool.cycle])[1].sum())
-            total += cells * count * len(pool.buffers) * group.item_bytes
-    return total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -194,12 +195,10 @@ def test_the_proof_catches_broken_programs(damage: str) -> None:
         else [replace_piece(piece, folds=tuple((e, t, s) for e, s, t in piece.folds))],
     }[damage]
     with pytest.raises(ProofError):
-        prove_cells(type(program)(program.source, program.target, tuple(broken)))
+        prove_cells(dataclasses.replace(program, pieces=tuple(broken)))
 
 
 def replace_piece(piece: object, **changes: object) -> object:
-    import dataclasses
-
     return dataclasses.replace(piece, **changes)  # type: ignore[type-var]
 
 
