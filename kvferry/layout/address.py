@@ -171,7 +171,7 @@ class Addresses:
         return self.offsets_in(base, SPACE - 1 - base.value, 0, "addresses")
 
     def distances_to(self, address: Address) -> U64:
-        """Bytes from each up to `address`, modulo 2**64: one that is above it gets a number larger than any real size."""
+        """Index of a range [address, address + length) that another one reaches into, or None. Adds to no address."""
         distance: U64 = np.uint64(address.value) - self._u64
         return distance
 
