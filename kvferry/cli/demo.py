@@ -37,6 +37,7 @@ class Moving(msgspec.Struct, frozen=True):
     bytes: int
     copies: int
     seconds: float
+    transports: tuple[str, ...]
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -229,6 +230,7 @@ def _moving(sources: Sequence[Moved], targets: Sequence[Moved]) -> Moving:
         bytes=sum(moved.bytes for moved in targets),
         copies=sum(moved.copies for moved in (*sources, *targets)),
         seconds=max(moved.seconds for moved in targets),
+        transports=tuple(sorted({name for moved in sources for name in moved.transports})),
     )
 
 
@@ -262,7 +264,8 @@ def _text(summary: Summary) -> str:
         lines += [
             f"> {outcome.prompt}",
             *(f"  {line}" for line in outcome.answer.splitlines()),
-            f"  [{verdict}; {moved.bytes:,} bytes in {moved.copies:,} copies, {moved.seconds:.3f} s]",
+            f"  [{verdict}; {moved.bytes:,} bytes in {moved.copies:,} copies, {moved.seconds:.3f} s "
+            f"over {', '.join(moved.transports)}]",
             "",
         ]
     sides = " → ".join(

@@ -171,7 +171,7 @@ class Addresses:
         return self.offsets_in(base, SPACE - 1 - base.value, 0, "addresses")
 
     def distances_to(self, address: Address) -> U64:
-        """Index of a range [address, address + length) that another one reaches into, or None. Adds to no address."""
+        """Bytes from each up to `address`, modulo 2**64: one above it gets a number larger than any real size."""
         distance: U64 = np.uint64(address.value) - self._u64
         return distance
 
@@ -183,9 +183,7 @@ class Addresses:
         return Address(int(self._u64.ravel()[0]))
 
     def first_overlap(self, lengths: U64) -> int | None:
-        """Index of a range [address, address + length) into which another range reaches, or None. Adds nothing to an
-        address.
-        """
+        """Index of a range [address, address + length) that another one reaches into, or None; adds to no address."""
         order = np.argsort(self._u64, kind="stable")
         start = self._u64[order]
         gap = start[1:] - start[:-1]  # sorted, so it never wraps

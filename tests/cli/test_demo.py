@@ -61,7 +61,7 @@ def test_different_tokens_fail_the_demo(monkeypatch: pytest.MonkeyPatch, capsys:
         def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
             return " ".join(map(str, tokens))
 
-    moving = module.Moving(bytes=1000, copies=2, seconds=0.5)
+    moving = module.Moving(bytes=1000, copies=2, seconds=0.5, transports=("shm",))
     outcomes = tuple(
         module._outcome("p", [1], [4, 5, 6], plain, moving, Tokenizer()) for plain in ([4, 5, 6], [4, 9, 6], [4, 5])
     )

@@ -70,12 +70,16 @@ class Token(Message, frozen=True):
 
 
 class Moved(Message, frozen=True):
-    """One worker's side of a finished transfer; `copies` are contiguous runs gathered or scattered."""
+    """One worker's side of a finished transfer; `copies` are contiguous runs gathered or scattered.
+
+    `transports` are those by which a prefill worker has written to its peers.
+    """
 
     bytes: int
     copies: int
     chunks: int
     seconds: float
+    transports: tuple[str, ...] = ()
 
 
 class Answer(Message, frozen=True):

@@ -11,8 +11,10 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from kvferry.engines.transformers.messages import (
@@ -163,7 +165,8 @@ class Worker:
             raise EngineError(f"request {command.request!r}: nothing is kept for it")
         cache, transfer = self.kept.pop(command.request)
         try:
-            return _moved(self.endpoint.wait(transfer))
+            report = self.endpoint.wait(transfer)
+            return _moved(report, self.endpoint.links())
         finally:
             cache.close()
 
@@ -244,5 +247,7 @@ def _all_agree(mine: bool, tp: int) -> bool:
     return bool(vote.item())
 
 
-def _moved(report: Report) -> Moved:
-    return Moved(bytes=report.bytes, copies=report.copies, chunks=report.chunks, seconds=report.seconds)
+def _moved(report: Report, links: Mapping[str, str] = MappingProxyType({})) -> Moved:
+    """`links`: by peer, `transport: why`."""
+    names = sorted({link.partition(":")[0] for link in links.values()})
+    return Moved(report.bytes, report.copies, report.chunks, report.seconds, tuple(names))
