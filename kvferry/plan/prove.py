@@ -13,8 +13,19 @@ import numpy as np
 
 from kvferry.errors import ProofError
 from kvferry.layout.address import U64, Addresses
+from kvferry.layout.document import Struct
 from kvferry.plan.bind import Segments
 from kvferry.plan.program import AxisPart, Fold, Piece, PoolPlace, Program
+
+
+class Proof(Struct, frozen=True, omit_defaults=False):
+    """What was shown before a byte moved. It exists only where all of it holds: what fails is an error, not a False."""
+
+    bytes: int
+    copies: int
+    in_bounds: bool = True
+    exactly_once: bool = True
+    complete: bool = True
 
 
 def prove_bounds(program: Program, segments: Segments) -> None:

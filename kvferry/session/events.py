@@ -10,19 +10,24 @@ from kvferry.layout.address import Address
 from kvferry.layout.document import Instance
 from kvferry.layout.request import Side, Wanted
 from kvferry.plan.dense import Chunk, DenseCopies
+from kvferry.plan.prove import Proof
 from kvferry.session.messages import Message, Peer, Piece, Process, Role
 from kvferry.session.registry import Entry
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one side of a finished transfer moved. `copies`: runs gathered or scattered here; `peers`: who with."""
+    """What one side of a finished transfer moved. `copies`: runs gathered or scattered here; `peers`: who with.
+
+    `proof`: what the target had shown of its own pages before anything moved; a source has none.
+    """
 
     bytes: int
     copies: int
     chunks: int
     seconds: float
     peers: tuple[str, ...]
+    proof: Proof | None = None
 
 
 # events
@@ -93,6 +98,7 @@ class Prepared:
 
     transfer: str
     shipments: dict[int, Shipment]
+    proof: Proof
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from kvferry.layout.document import Instance, Worker
 from kvferry.layout.request import Wanted
 from kvferry.plan.dense import DenseCopies, chunk_bytes, dense_copies, split
 from kvferry.plan.program import DensePlace, compile_program, pool_places
-from kvferry.plan.prove import prove_cells, prove_disjoint
+from kvferry.plan.prove import Proof, prove_cells, prove_disjoint
 from kvferry.plan.route import Route, route
 from kvferry.plan.wanted import check_wanted, owned_bytes
 from kvferry.session.events import Prepare, Prepared, Shipment
@@ -47,13 +47,13 @@ class Preparer:
             for chunk in split(group, step.box, wanted.token_range, self._slot_bytes) if wanted else ():
                 pieces.setdefault(step.source, []).append(Piece(chunk, chunk_bytes(group, chunk)))
                 copies.setdefault(step.source, []).append(dense_copies(worker, group, chunk, order.tables))
-        _prove(worker, order.target, order.groups, [c for some in copies.values() for c in some])
+        proof = _prove(worker, order.target, order.groups, [c for some in copies.values() for c in some])
         shipments = {
             source: Shipment(tuple(pieces.get(source, ())), tuple(copies.get(source, ())), ranks)
             for source, ranks in takers(routes, [worker.rank for worker in order.source.workers]).items()
             if self._rank in ranks
         }
-        return Prepared(order.transfer, shipments)
+        return Prepared(order.transfer, shipments, proof)
 
 
 def _prove_routes(target: Instance, rank: int, routes: tuple[Route, ...]) -> None:
@@ -76,7 +76,7 @@ def takers(routes: dict[int, tuple[Route, ...]], sources: list[int]) -> dict[int
     return {source: some or (ranks[source % len(ranks)],) for source, some in found.items()}
 
 
-def _prove(worker: Worker, target: Instance, groups: dict[str, Wanted], copies: list[DenseCopies]) -> None:
+def _prove(worker: Worker, target: Instance, groups: dict[str, Wanted], copies: list[DenseCopies]) -> Proof:
     """All that this worker owns of the wanted tokens arrives, and no byte twice: so each exactly once."""
     owed = sum(owned_bytes(worker, target.group(name), wanted.token_range) for name, wanted in groups.items())
     moved = sum(c.total_bytes for c in copies)
@@ -84,3 +84,4 @@ def _prove(worker: Worker, target: Instance, groups: dict[str, Wanted], copies: 
         raise ProofError(f"target worker {worker.rank} wants {owed} bytes, the routes bring {moved}")
     lengths = np.concatenate([np.empty(0, np.uint64), *(c.lengths for c in copies)])
     prove_disjoint(join([c.addresses for c in copies]), lengths, f"target worker {worker.rank}")
+    return Proof(moved, len(lengths))

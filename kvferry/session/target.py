@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvferry.errors import IncompatibleError, Where
+from kvferry.plan.prove import Proof
 from kvferry.plan.route import check_compatible
 from kvferry.session.core import ATTEMPT, EARLY_LIMIT, Core, Memory, failure, kind_of
 from kvferry.session.events import (
@@ -76,6 +77,7 @@ class Incoming:
     landed: set[Peer] = field(default_factory=set)  # the leader's list
     scattering: dict[tuple[Peer, int], Lease] = field(default_factory=dict)
     error: Ended | None = None
+    proof: Proof | None = None
     bytes: int = 0
     copies: int = 0
 
@@ -166,6 +168,7 @@ class Targets:
         if t is None:
             return
         t.phase = "matching"
+        t.proof = event.proof
         left_s = max(0.0, t.deadline_s - self._core.now)
         for peer in t.sources:
             shipment = event.shipments.get(peer.rank)
@@ -298,7 +301,7 @@ class Targets:
             self._core.send(peer, Complete(t.call.transfer, ATTEMPT))
         chunks = sum(flow.landed for flow in t.flows.values())
         peers = tuple(str(peer) for peer, flow in t.flows.items() if flow.landed)
-        report = Report(t.bytes, t.copies, chunks, self._core.now - t.started_s, peers)
+        report = Report(t.bytes, t.copies, chunks, self._core.now - t.started_s, peers, t.proof)
         self._end(t, Ended("target", t.call.transfer, report=report))
 
     # failure
