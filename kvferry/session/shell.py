@@ -13,6 +13,7 @@ from kvferry.errors import RegistryError
 from kvferry.session.events import Found, NotFound
 from kvferry.session.messages import Process
 from kvferry.session.registry import Entry, Registry
+from kvferry.transport.process import start_ticks
 
 LOG = logging.getLogger("kvferry.session")
 LOOKUP_S = 0.05
@@ -118,7 +119,7 @@ def this_process() -> Process | None:
     if not hasattr(os, "pidfd_open"):
         return None
     try:
-        return Process(os.getpid(), _start_ticks(os.getpid()), os.readlink("/proc/self/ns/pid"))
+        return Process(os.getpid(), start_ticks(os.getpid()), os.readlink("/proc/self/ns/pid"))
     except (OSError, ValueError):
         return None
 
@@ -134,14 +135,9 @@ def open_death_watch(process: Process) -> int | None:
         return None
     try:
         # opened first, compared then: a reused pid can't slip in between
-        if _start_ticks(process.pid) == process.start:
+        if start_ticks(process.pid) == process.start:
             return descriptor
     except (OSError, ValueError):
         pass
     os.close(descriptor)
     return None
-
-
-def _start_ticks(pid: int) -> int:
-    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
-        return int(stat.read().rpartition(")")[2].split()[19])
