@@ -242,8 +242,8 @@ class Endpoint:
         self._thread.join()
         jobs = [self._planner, self._lander, *self._writers.values()]
         stopped = [job.close(CLOSE_S) for job in jobs]
-        for link in self._links.values():
-            link.close()
+        for peer in list(self._links):  # a writer that was let go may still be closing its own
+            self._unlink(peer)
         self._transport.close()
         if all(stopped) and not self._machine.stats()["slots_quarantined"]:
             self._staging.close()
