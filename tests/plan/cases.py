@@ -65,8 +65,14 @@ def random_groups(rnd: random.Random) -> list[Json]:
                 "axes": {"channel": 12, "width": rnd.choice([1, 3])},
             }
         ],
+        "ssm": [
+            {
+                "name": "ssm", "growth": "state", "dtype": "float32", "layers": [layers[-1]], "parts": ["ssm"],
+                "axes": {"head": heads, "value": 2},
+            }
+        ],
     }  # fmt: skip
-    chosen = rnd.sample(["gqa", "gqa", "widths", "scales", "mla", "bare", "conv"], rnd.choice([1, 1, 2]))
+    chosen = rnd.sample(["gqa", "gqa", "widths", "scales", "mla", "bare", "conv", "ssm"], rnd.choice([1, 1, 2]))
     found: dict[str, Json] = {}
     for kind in chosen:
         for group in kinds[kind]:

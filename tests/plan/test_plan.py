@@ -14,7 +14,7 @@ from kvferry.layout.address import Address
 from kvferry.layout.document import Buffer, Group, Instance, Mode, Pool, Region, Worker
 from kvferry.layout.request import Request, Side, Table, Wanted
 from kvferry.plan.bind import bind_tokens, expand, grow, page_array
-from kvferry.plan.dense import chunk_bytes, dense_copies, split
+from kvferry.plan.dense import Chunk, chunk_bytes, dense_copies, split
 from kvferry.plan.document import make_plan, pair_programs
 from kvferry.plan.landing import prove_landing
 from kvferry.plan.program import fold_axis
@@ -153,6 +153,18 @@ def test_dense_copies_refuses_what_the_worker_does_not_own() -> None:
             dense_copies(source.worker(1), group, replace(chunk, box=bad), side)
 
 
+def test_dense_copies_refuses_tokens_of_another_cycle() -> None:
+    """Rank 0 of two holds tokens 0, 2, 4 …: where token 1 would be lies token 2."""
+    source = instance(cycles=((0, 2, 1), (1, 2, 1)))
+    group, side = source.groups[0], Side({"attn": Table((0, 1))})
+    axes = {"head": ((0, 4),), "dim": ((0, 4),)}
+    for cycles in ((), ((1, 2, 1),), ((0, 2, 2),)):
+        with pytest.raises(PlanError, match=r"owns only those of cycle \[0, 2, 1\]"):
+            dense_copies(source.worker(0), group, Chunk(Box("attn", (0,), ("k",), axes, cycles), (0, 8)), side)
+    own = Chunk(Box("attn", (0,), ("k",), axes, ((0, 2, 1), (0, 4, 1))), (0, 8))
+    assert dense_copies(source.worker(0), group, own, side).total_bytes == 2 * 4 * 4 * 2
+
+
 def test_axes_without_a_common_refinement_are_enumerated() -> None:
     """2×3 against 3×2: no common fold exists, every index still gets its own pair."""
     index = np.arange(6, dtype=np.uint64)
@@ -232,6 +244,12 @@ def test_landing_sees_pools_that_share_memory() -> None:
         workers=(replace(one.workers[0], pools=(pool, replace(pool, group="other"))),),
     )
     wanted = {"attn": Wanted(tokens=(0, 8)), "other": Wanted(tokens=(0, 8))}
+    tables = Side({"attn": Table((3,)), "other": Table((4,))})
+    plan = make_plan(both, both, Request("kvferry-request/1", wanted, tables, tables))
+    assert plan.proof.bytes == 2 * 8 * 4 * 8 * 4
+    with pytest.raises(ProofError, match="share target bytes"):
+        same = Side({"attn": Table((3,)), "other": Table((3,))})
+        make_plan(both, both, Request("kvferry-request/1", wanted, tables, same))
     prove_landing(both.worker(0), both, wanted, Side({"attn": Table((3,)), "other": Table((4,))}))
     with pytest.raises(ProofError, match="share target bytes"):
         prove_landing(both.worker(0), both, wanted, Side({"attn": Table((3,)), "other": Table((3,))}))
