@@ -73,9 +73,9 @@ def page_array(table: Table) -> Pages:
 def token_runs(tokens: tuple[int, int], cycles: Sequence[Cycle]) -> tuple[Index, Index]:
     """Runs (start, length) of the tokens in [start, stop) that pass every cycle."""
     start, stop = tokens
-    starts, lengths = np.array([start], np.int64), np.array([stop - start], np.int64)
     if stop <= start:
-        return starts[:0], lengths[:0]
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    starts, lengths = np.array([start], np.int64), np.array([stop - start], np.int64)
     for rank, size, block in cycles:
         if size > 1:
             starts, lengths = _cut(starts, lengths, starts, block)
@@ -117,7 +117,15 @@ def _local(place: PoolPlace, pages: Pages | None, starts: Index, lengths: Index)
     where = f"group {place.group.name}, worker {place.rank}, table {place.pool.table_name}"
     if pages is None:
         raise PlanError(f"{where}: the request has no such page table")
-    size = place.pool.cycle[1]
+    rank, size, block = place.pool.cycle
+    if size > 1:
+        # the place of a token that another rank holds is the place of one of ours
+        foreign = (starts // block % size != rank) | (starts % block + lengths > block)
+        if foreign.any():
+            token = int(starts[np.flatnonzero(foreign)[0]])
+            raise PlanError(
+                f"{where}: tokens from {token} on are wanted, it owns only those of cycle {[rank, size, block]}"
+            )
     local = local_tokens(starts, place.pool.cycle) - pages.start // size
     room = len(pages.numbers) * place.pool.page_tokens
     outside = (local < 0) | (local + lengths > room)
