@@ -11,9 +11,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import lcm
-
-import numpy as np
+from math import gcd
 
 from kvferry.errors import IncompatibleError, PlanError
 from kvferry.layout.document import Group, Instance, Struct
@@ -254,12 +252,12 @@ def _by_cycle(able: Sequence[Owner], wanted: Cycle) -> Iterator[tuple[Cycle, lis
 
 
 def _meets(one: Cycle, other: Cycle) -> bool:
-    """Whether any token passes both cycles: two cycles repeat after the least common multiple of their periods."""
-    if one[1] == 1 or other[1] == 1:
-        return True
-    period = lcm(one[1] * one[2], other[1] * other[2])
-    tokens = np.arange(period)
-    return bool(np.any((tokens // one[2] % one[1] == one[0]) & (tokens // other[2] % other[1] == other[0])))
+    """Whether any token passes both cycles. By the Chinese remainder theorem there is one where the two blocks, as
+    residues modulo the greatest common divisor of the periods, have one in common.
+    """
+    period = gcd(one[1] * one[2], other[1] * other[2])
+    apart = (other[0] * other[2] - one[0] * one[2]) % period
+    return apart < one[2] or period - apart < other[2]
 
 
 def _merge(atoms: list[tuple[Segment, ...]]) -> Iterator[tuple[tuple[Segment, ...], ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from kvferry.errors import IncompatibleError, PlanError
 from kvferry.layout.document import Instance
 from kvferry.plan.document import pair_programs
-from kvferry.plan.route import check_compatible, route
+from kvferry.plan.route import _meets, check_compatible, route
 from tests.plan.build import heads_of, instance
 
 
@@ -160,3 +161,15 @@ def test_work_per_worker_does_not_grow_with_the_number_of_workers() -> None:
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.5 * peaks[0]
+
+
+def test_cycles_meet_where_a_token_passes_both() -> None:
+    cycles = [(rank, size, block) for size in range(1, 6) for block in range(1, 5) for rank in range(size)]
+    for one, other in itertools.product(cycles, cycles):
+        period = one[1] * one[2] * other[1] * other[2]
+        both = (t // one[2] % one[1] == one[0] and t // other[2] % other[1] == other[0] for t in range(period))
+        assert _meets(one, other) == any(both), (one, other)
+
+
+def test_long_cycles_without_a_common_period_cost_nothing() -> None:
+    assert _meets((0, 100_003, 100_003), (1, 2, 1))
