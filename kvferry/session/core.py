@@ -33,6 +33,7 @@ RESEND_MAX_S = 30.0
 ABORT_KEEP_S = 10.0
 REMEMBERED = 65_536
 PEER_LIMIT = 1_000
+CYCLE_RANKS = 65_536
 EARLY_LIMIT = 4_096
 """Transfers that a peer may start before our own call, all peers together."""
 
@@ -147,6 +148,7 @@ class Core:
         if problem:
             if self._hellos.pop(peer, None) is not None:  # strangers leave nothing behind here
                 self.problems[peer] = problem
+                self._hang_up(peer)
             self.refuse("handshake with a bad card")
             return False
         self._hellos.pop(peer, None)
@@ -175,6 +177,10 @@ class Core:
         self.ledger.clear_dead(peer)
         for key in [key for key in self._aborts if key[2] == peer]:
             del self._aborts[key]
+        self._hang_up(peer)
+
+    def _hang_up(self, peer: Peer) -> None:
+        """Close the line, so that peers that never answered don't use up `PEER_LIMIT`."""
         if peer in self._opened:
             self._opened.discard(peer)
             self.out.append(Close(peer))
@@ -212,6 +218,7 @@ class Core:
         for peer, hello in list(self._hellos.items()):
             if hello.until_s <= self.now:
                 del self._hellos[peer]
+                self._hang_up(peer)
             else:
                 self._resend(peer, hello)
         for key, abort in list(self._aborts.items()):
@@ -245,4 +252,7 @@ def _card_problem(peer: Peer, card: Card) -> str:
         check_instance(card.instance)
     except (DocumentError, RecursionError) as error:
         return str(error)
+    size = max((pool.cycle[1] for worker in card.instance.workers for pool in worker.pools), default=1)
+    if size > CYCLE_RANKS:  # routing looks at each of them
+        return f"its tokens are shared out over {size} ranks, at most {CYCLE_RANKS} are accepted"
     return ""

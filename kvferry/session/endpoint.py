@@ -153,6 +153,7 @@ class Endpoint:
         self._lock = threading.Lock()
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._wake_r, self._wake_w = os.pipe()
+        self._wake_lock = threading.Lock()
         os.set_blocking(self._wake_r, False)
         os.set_blocking(self._wake_w, False)
         self._poller = zmq.Poller()
@@ -251,7 +252,10 @@ class Endpoint:
             # these addresses must not be used for anything else while somebody may still write there
             _IN_DOUBT.append(self._staging)
             LOG.warning("%s: landing memory stays mapped, a writer is in doubt", self._me)
-        for descriptor in (self._wake_r, self._wake_w, *self._watches):
+        with self._wake_lock:
+            os.close(self._wake_w)
+            self._wake_w = -1
+        for descriptor in (self._wake_r, *self._watches):
             os.close(descriptor)
         self._context.term()
         for transfer in self._transfers.values():
@@ -284,10 +288,13 @@ class Endpoint:
 
     def _post(self, event: Event | None) -> None:
         self._events.put(event)
-        try:
-            os.write(self._wake_w, b"\0")
-        except BlockingIOError:
-            pass  # the pipe is full of wake-ups already
+        with self._wake_lock:
+            if self._wake_w < 0:
+                return  # closed: nobody listens, and the number may be somebody else's descriptor by now
+            try:
+                os.write(self._wake_w, b"\0")
+            except BlockingIOError:
+                pass  # the pipe is full of wake-ups already
 
     def _run(self) -> None:
         end_s = math.inf
@@ -312,6 +319,9 @@ class Endpoint:
     def _round(self, until_s: float) -> None:
         wait_s = until_s - time.monotonic()
         ready = dict(self._poller.poll(None if wait_s == math.inf else max(0, math.ceil(wait_s * 1000))))
+        # first: what follows may close a watch, and its number may then be another one's
+        for descriptor in [fd for fd in ready if isinstance(fd, int) and fd in self._watches]:
+            self._dying[self._unwatch(descriptor)] = time.monotonic() + DEATH_GRACE_S
         if self._wake_r in ready:
             os.read(self._wake_r, 65536)
         while not self._events.empty():
@@ -322,10 +332,6 @@ class Endpoint:
                 self._handle(event)
         if self._router in ready:
             self._read_router()
-        for descriptor in [fd for fd in ready if isinstance(fd, int) and fd in self._watches]:
-            self._poller.unregister(descriptor)
-            os.close(descriptor)
-            self._dying[self._watches.pop(descriptor)] = time.monotonic() + DEATH_GRACE_S
         for peer in [peer for peer, due_s in self._dying.items() if due_s <= time.monotonic()]:
             del self._dying[peer]
             self._handle(Died(peer))
@@ -416,7 +422,14 @@ class Endpoint:
             self._watches[descriptor] = action.peer
             self._poller.register(descriptor, zmq.POLLIN)
 
+    def _unwatch(self, descriptor: int) -> Peer:
+        self._poller.unregister(descriptor)
+        os.close(descriptor)
+        return self._watches.pop(descriptor)
+
     def _forget(self, peer: Peer) -> None:
+        for descriptor in [fd for fd, watched in self._watches.items() if watched == peer]:
+            self._unwatch(descriptor)
         dealer = self._dealers.pop(peer, None)
         if dealer is not None:
             dealer.close(linger=0)

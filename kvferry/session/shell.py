@@ -102,7 +102,7 @@ class Rendezvous:
         try:
             view = self._registry.instance(name)
             problem = view.missing
-        except RegistryError as error:
+        except (RegistryError, ValueError) as error:  # ValueError: a name that UTF-8 can't carry
             problem = str(error)
         if problem:
             self._post(NotFound(name, problem))

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass, field
 
 from kvferry.errors import Where
-from kvferry.layout.document import Instance
+from kvferry.layout.document import Group, Instance
 from kvferry.plan.dense import chunk_bytes
+from kvferry.plan.route import Box
 from kvferry.session.core import ATTEMPT, EARLY_LIMIT, Core, Memory, failure, kind_of
 from kvferry.session.events import CancelWrites, Ended, Report, SendCall, Write, WriteFailed, Written
 from kvferry.session.messages import (
@@ -22,6 +23,9 @@ from kvferry.session.messages import (
     Piece,
     Ready,
 )
+
+CYCLE_LIMIT = 1 << 32
+"""Tokens after which a cycle repeats, at most: far above any, far below where token numbers would wrap."""
 
 
 @dataclass
@@ -240,15 +244,20 @@ def offer_problem(instance: Instance, call: SendCall, offer: Offer) -> str:
             return f"group {name}: the target asks for it, send() did not name it"
         if sent.position != wanted.position:
             return f"group {name}: the target asks for position {wanted.position}, send() has {sent.position}"
-        if wanted.tokens is not None and not _inside(wanted.token_range, sent.tokens):
+        state = wanted.tokens is None and sent.tokens is None
+        if not state and not _inside(wanted.token_range, sent.tokens):
             return (
-                f"group {name}: the target asks for tokens {list(wanted.tokens)}, send() has {list(sent.tokens or ())}"
+                f"group {name}: the target asks for tokens {list(wanted.token_range)}, "
+                f"send() has {list(sent.tokens or ())}"
             )
     for index, piece in enumerate(offer.pieces):
         problem = _piece_problem(piece, offer)
         group = groups.get(piece.chunk.box.group)
         if problem or group is None or set(piece.chunk.box.axes) != set(group.axes):
             return f"piece {index}: {problem or 'no such group or axes'}"
+        problem = _box_problem(piece.chunk.box, group)
+        if problem:
+            return f"piece {index}: {problem}"
         if chunk_bytes(group, piece.chunk) != piece.bytes:
             return f"piece {index}: the target counts {piece.bytes} bytes, we count {chunk_bytes(group, piece.chunk)}"
     return ""
@@ -260,8 +269,25 @@ def _piece_problem(piece: Piece, offer: Offer) -> str:
         return f"group {piece.chunk.box.group!r} is not among the groups of its own offer"
     if not _inside(piece.chunk.tokens, wanted.token_range):
         return f"tokens {list(piece.chunk.tokens)} are outside the offer's own {list(wanted.token_range)}"
-    if any(size < 1 or block < 1 for _, size, block in piece.chunk.box.cycles):
-        return "its token cycles are not positive"
+    return ""
+
+
+def _box_problem(box: Box, group: Group) -> str:
+    """Cells that the group can't have. Planning enumerates layers, parts, indices and cycles: a peer's numbers must not
+    decide how much that takes.
+    """
+    for what, asked, known in (("layers", box.layers, group.layers), ("parts", box.parts, group.parts)):
+        if len(set(asked)) != len(asked) or not set(asked).issubset(known):
+            return f"its {what} are not all different {what} of group {group.name}"
+    for axis, segments in box.axes.items():
+        extent = group.axes[axis]
+        inside = len(segments) <= extent + 1 and all(0 <= start <= stop <= extent for start, stop in segments)
+        if not inside or sum(stop - start for start, stop in segments) > extent:
+            return f"its segments of axis {axis} are not inside [0, {extent})"
+    if len(box.cycles) > 2 or not all(
+        0 <= rank < size and 1 <= block and size * block < CYCLE_LIMIT for rank, size, block in box.cycles
+    ):
+        return "its token cycles are not at most two of [rank, size, block]"
     return ""
 
 

@@ -145,6 +145,8 @@ class Targets:
             if peer in core.problems:
                 return self.fail(t, "refused", core.problems.pop(peer), peer)
             core.hello(peer, entry.address, t.deadline_s)
+            if peer in core.problems:  # there is no line to it
+                return self.fail(t, "refused", core.problems.pop(peer), peer)
             absent.append(str(peer))
         t.problem = f"no answer to our hello from {', '.join(absent[:4])}"
         if not absent:
