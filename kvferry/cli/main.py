@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         code = _run(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None: started with a closed stdout, so nothing was printed
+            sys.stdout.flush()
         return code
     except BrokenPipeError:
         # the reader of our output has gone (`kvferry plan … | head`); keep the interpreter from complaining at exit

@@ -174,4 +174,6 @@ def _document_error(error: Exception) -> DocumentError:
     """Turn msgspec's «problem - at `$.a[0]`» into our «a[0]: problem»."""
     problem, _, tail = str(error).partition(" - at `")
     path = tail.rstrip("`").removeprefix("$").lstrip(".")
-    return DocumentError(path, (problem[:1].lower() + problem[1:]).replace("`", ""))
+    if not problem.startswith("JSON"):
+        problem = problem[:1].lower() + problem[1:]
+    return DocumentError(path, problem.replace("`", ""))

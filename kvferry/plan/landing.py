@@ -26,7 +26,7 @@ def prove_landing(worker: Worker, instance: Instance, wanted: Mapping[str, Wante
     pools = [
         (instance.group(pool.group), pool)
         for pool in worker.pools
-        if pool.group in wanted and all(count for count in _owned_counts(instance.group(pool.group), pool))
+        if pool.group in wanted and pool.buffers and all(_owned_counts(instance.group(pool.group), pool))
     ]
     for group, pool in pools:
         slots = _slots(worker, group, pool, wanted[group.name], side)

@@ -98,3 +98,10 @@ def test_ctrl_c_stops_the_registry_with_130() -> None:
         finally:
             process.kill()
     assert (process.returncode, err) == (cli.EXIT_INTERRUPTED, "")
+
+
+def test_a_closed_stdout_is_no_traceback() -> None:
+    command = [*KVFERRY, "plan", str(EXAMPLES / "prefill.json"), str(EXAMPLES / "decode.json")]
+    shell = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    done = subprocess.run(shell, stderr=subprocess.PIPE, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

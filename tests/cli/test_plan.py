@@ -116,3 +116,10 @@ def test_a_page_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.Ca
     code, out, err = plan(capsys, PREFILL, DECODE, "--request", request)
     assert (code, out) == (2, "")
     assert err.startswith("kvferry: error: ") and err.count("\n") == 1
+
+
+def test_a_target_pool_without_buffers_wants_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = changed(tmp_path, DECODE, ["workers", 0, "pools", 0, "buffers"], [])
+    code, out, err = plan(capsys, PREFILL, empty, "--request", REQUEST, "--json")
+    assert (code, err) == (0, "")
+    assert [transfer["target"] for transfer in json.loads(out)["transfers"]] == [1]

@@ -267,6 +267,11 @@ def test_junk_is_a_document_error(data: bytes | str) -> None:
         parse_instance(data)
 
 
+def test_malformed_json_is_called_so() -> None:
+    with pytest.raises(DocumentError, match="JSON is malformed"):
+        parse_instance('{"format": NaN}')
+
+
 def test_a_hostile_layout_is_refused_not_computed() -> None:
     document = instance()
     document["groups"][0]["axes"] = {"head": 1, "dim": 2**60}
