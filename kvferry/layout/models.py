@@ -279,9 +279,9 @@ def _dtypes(config: Config, cache: Union[str, None]) -> Dtypes:
     model = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
     # engines keep the recurrent state in float32 unless told otherwise
     state = config.get("mamba_ssm_dtype") or "float32"
-    chosen = {"dtype": cache or model, "torch_dtype": model, "mamba_ssm_dtype": state}
-    for field, dtype in chosen.items():
-        if dtype not in DTYPE_BYTES:
+    own = "torch_dtype" if config.get("torch_dtype") else "dtype"
+    for field, dtype in ((own, model), ("dtype", cache or model), ("mamba_ssm_dtype", state)):
+        if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
             raise DocumentError(field, f"expected one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
     return Dtypes(cache or model, model, state)
 
@@ -290,6 +290,10 @@ def _count(config: Config, field: str, least: int = 1) -> int:
     value = config.get(field)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise DocumentError(field, "missing" if value is None else f"expected an integer ≥ {least}, got {value!r}")
+    # lists are made of this many layers, so a wrong number must not fill the memory
+    most = 10_000 if field == "num_hidden_layers" else 2**31 - 1
+    if value > most:
+        raise DocumentError(field, f"expected an integer ≤ {most}, got {value}")
     return value
 
 

@@ -98,3 +98,16 @@ def test_a_config_that_is_no_json_object_is_refused(capsys: pytest.CaptureFixtur
     code, _, err = layout(capsys, file)
     assert code == 2
     assert err.startswith(f"kvferry: error: {file}: expected an object, got list")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("num_hidden_layers", 2**63), ("kv_lora_rank", 2**63), ("torch_dtype", ["bfloat16"])]
+)
+def test_a_config_field_that_can_not_be_is_named(
+    field: str, value: object, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads((CONFIGS / "deepseek-v3.2.json").read_text()), field: value}))
+    code, out, err = layout(capsys, file)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"kvferry: error: {file}: {field}: expected ") and err.count("\n") == 1
