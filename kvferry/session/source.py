@@ -28,6 +28,12 @@ CYCLE_LIMIT = 1 << 32
 """Tokens after which a cycle repeats, at most: far above any, far below where token numbers would wrap."""
 
 
+EARLY_PIECES = 131_072
+"""Pieces in the offers of one peer that wait for our own send(): about as much as a peer may make us remember."""
+EARLY_MAX_S = 3600.0
+"""How long an offer waits for our own send() at most, whatever deadline it names."""
+
+
 @dataclass
 class Taker:
     """One target worker that wants something from us."""
@@ -86,13 +92,19 @@ class Sources:
                 return core.abort(
                     peer, "target", transfer, "refused", f"{EARLY_LIMIT} offers wait for a send() already"
                 )
-            o = self.running[transfer] = Outgoing(None, now, now + offer.timeout_s)
+            o = self.running[transfer] = Outgoing(None, now, now + min(offer.timeout_s, EARLY_MAX_S))
         problem = _taker_problem(o, peer, offer)
+        if o.call is None and self._pieces_waiting(peer) + len(offer.pieces) > EARLY_PIECES:
+            problem = f"more than {EARLY_PIECES} pieces of this peer wait for a send()"
         if problem:
             return core.abort(peer, "target", transfer, "refused", problem)
         o.takers[peer] = Taker(offer)
         if o.call is not None:
             self._match(transfer, peer)
+
+    def _pieces_waiting(self, peer: Peer) -> int:
+        early = (o.takers[peer] for o in self.running.values() if o.call is None and peer in o.takers)
+        return sum(len(taker.offer.pieces) for taker in early)
 
     def _match(self, transfer: str, peer: Peer) -> None:
         o = self.running[transfer]

@@ -12,9 +12,9 @@ from kvferry.errors import TransferTimeout
 from kvferry.layout.request import Wanted
 from kvferry.plan.dense import Chunk
 from kvferry.plan.route import Box
-from kvferry.session import core
+from kvferry.session import core, source
 from kvferry.session.endpoint import Endpoint
-from kvferry.session.events import Close, Ended, Found, ReceiveCall, SendCall
+from kvferry.session.events import Close, Ended, Found, ReceiveCall, Received, SendCall
 from kvferry.session.messages import Offer, Peer, Piece
 from kvferry.session.registry import Entry, Registry
 from kvferry.session.source import offer_problem
@@ -155,3 +155,22 @@ def test_a_name_that_cannot_be_asked_for_stops_no_thread(registry: str) -> None:
             endpoint.wait(transfer)
         time.sleep(0.6)
         assert Registry(registry).instance("named").ready
+
+
+def test_offers_that_wait_are_bounded_in_size_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offers for transfers that we never send: a few fit, then this peer is refused, and all of them end."""
+    monkeypatch.setattr(source, "EARLY_PIECES", 100)
+    sim = Sim(random.Random(0), {"p": Shape(), "d": Shape()})
+    for peer, call in sim.start("a", "p", "d"):
+        sim.event(peer, call)
+    sim.settle()
+    (ours,), (theirs,) = sim.peers("p"), sim.peers("d")
+    machine = sim.machines[ours]
+    piece = Piece(Chunk(Box("attn", (0,), ("k",), FULL), (0, 1)), 64)
+    for number in range(8):
+        offer = Offer(f"early {number}", 1, TOKENS, (piece,) * 30, (0,), 1e6)
+        machine.handle(Received(theirs, ours, offer), sim.now)
+    waiting = [o for o in machine.sources.running.values() if o.takers]
+    assert len(waiting) == 3
+    machine.tick(sim.now + source.EARLY_MAX_S + 1)
+    assert not machine.sources.running
