@@ -130,10 +130,11 @@ def _local(place: PoolPlace, pages: Pages | None, starts: Index, lengths: Index)
     room = len(pages.numbers) * place.pool.page_tokens
     outside = (local < 0) | (local + lengths > room)
     if outside.any():
-        token = int(starts[np.flatnonzero(outside)[0]])
+        first = int(np.flatnonzero(outside)[0])
+        held = room - int(local[first]) if local[first] >= 0 else 0  # a run may begin inside the table
         raise PlanError(
-            f"{where}: tokens from {token} on are wanted, but its {len(pages.numbers)} pages of "
-            f"{place.pool.page_tokens} tokens from token {pages.start} on don't hold them"
+            f"{where}: token {int(starts[first]) + max(0, held)} is wanted, but its {len(pages.numbers)} pages of "
+            f"{place.pool.page_tokens} tokens from token {pages.start} on don't hold it"
         )
     return local
 

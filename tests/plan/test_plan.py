@@ -70,11 +70,14 @@ def test_f36_prefix_hit_starts_at_the_offset() -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (request((0, 20), [0, 1], [0, 1, 2]), "don't hold them"),
+        (
+            request((0, 20), [0, 1], [0, 1, 2]),
+            "token 16 is wanted, but its 2 pages of 8 tokens from token 0 on don't hold it",
+        ),
         (request((0, 8), [16], [0]), "page 16 is outside the pool's 16 pages"),
         (request((0, 16), [0, None], [0, 1]), "doesn't exist"),
         (request((0, 16), [0, 1], [4, 4]), "group attn, worker 0: page 4 serves two wanted ranges"),
-        (request((0, 8), [0], [0], target_start=8), "don't hold them"),
+        (request((0, 8), [0], [0], target_start=8), "token 0 is wanted, but its 1 pages"),
         (request((0, 8), [1 << 70], [0]), "page number"),
     ],
 )
