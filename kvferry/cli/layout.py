@@ -14,6 +14,11 @@ from kvferry.layout.placement import ENGINES, LAYOUTS, Shape, place
 DEFAULTS = Shape()
 
 
+LARGEST = 2**31 - 1
+MOST_WORKERS = 4096
+"""More is a slip of the finger, and takes minutes to write."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG.json", help="the model's Hugging Face config.json")
     parser.add_argument(
@@ -50,6 +55,11 @@ def run(args: argparse.Namespace) -> int:
     """Print or write the document; a config or options that can't be laid out are raised."""
     config, slabs = _read(args.config, args.dtype)
     numbers = {name: getattr(args, name) for name in ("tp", "pp", "cp", "cp_block", "page_tokens", "pages", "rows")}
+    for name, value in numbers.items():
+        if value > LARGEST:
+            raise DocumentError(f"--{name.replace('_', '-')}", f"must be at most {LARGEST}, got {value}")
+    if (workers := args.tp * args.pp * args.cp) > MOST_WORKERS:
+        raise DocumentError("--tp × --pp × --cp", f"an instance has at most {MOST_WORKERS} workers, got {workers}")
     shape = Shape(**numbers, layout=args.layout, base=_base(args.base))
     model = args.model or str(config.get("_name_or_path") or config.get("model_type") or args.config.stem)
     instance = place(slabs, ENGINES[args.engine], shape, instance=args.name, model=model)

@@ -111,3 +111,20 @@ def test_a_config_field_that_can_not_be_is_named(
     code, out, err = layout(capsys, file)
     assert (code, out) == (2, "")
     assert err.startswith(f"kvferry: error: {file}: {field}: expected ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("--tp 100000000", "--tp × --pp × --cp: an instance has at most 4096 workers"),
+        ("--tp 128 --cp 128", "at most 4096 workers, got 16384"),
+        ("--page-tokens 99999999999999999999", "--page-tokens: must be at most 2147483647"),
+        ("--pages 99999999999999999999", "--pages: must be at most 2147483647"),
+    ],
+)
+def test_sizes_that_no_instance_has_are_refused_at_once(
+    capsys: pytest.CaptureFixture[str], options: str, named: str
+) -> None:
+    code, out, err = layout(capsys, LLAMA, *options.split())
+    assert (code, out) == (2, "")
+    assert named in err and err.count("\n") == 1
