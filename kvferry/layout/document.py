@@ -99,11 +99,11 @@ class Pool(Struct, frozen=True):
     def cycle(self) -> tuple[int, int, int]:
         """(rank, size, block) of cyclic context parallelism; (0, 1, 1) where the worker holds every token."""
         rank, size, block = self.owned.get(TOKEN, (0, 1, 1))  # shape checked by validate
-        return rank, size, block  # type: ignore[return-value]
+        return rank, size, block  # type: ignore[return-value]  # three integers: validate has seen to it
 
     def segments(self, axis: str, extent: int) -> tuple[tuple[int, int], ...]:
         """Owned global indices of `axis` as (start, stop) in local order; `extent` is the axis's global size."""
-        return self.owned.get(axis, ((0, extent),))  # type: ignore[return-value]
+        return self.owned.get(axis, ((0, extent),))  # type: ignore[return-value]  # pairs: likewise
 
 
 class Worker(Struct, frozen=True):

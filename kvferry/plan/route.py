@@ -8,6 +8,7 @@ are spread evenly; each byte travels once.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ def route(
         classes: dict[tuple[int, int, int], tuple[Owner, Owners, Owners, dict[int, list[str]]]] = {}
         for layer, part in itertools.product(group.layers, group.parts):
             takers = targets.get((layer, part), nobody)
-            mine = next((owner for owner in takers if owner.rank == target_rank), None)
+            mine = takers.by_rank.get(target_rank)
             if mine is not None:
                 senders = sources.get((layer, part), nobody)
                 key = (id(mine), id(senders), id(takers))
@@ -136,18 +137,47 @@ def route(
 
 
 class Owners(tuple[Owner, ...]):
-    """Everybody who owns one (layer, part), by rank, with the borders of their segments per axis."""
+    """Everybody who owns one (layer, part), by rank, indexed so that a lookup doesn't scan them all.
 
+    Per axis, `borders` are where anybody's segments begin or end, sorted, and `holders[i]` the positions of those who
+    own the indices from `borders[i]` to the next border.
+    """
+
+    by_rank: dict[int, Owner]
     borders: tuple[tuple[int, ...], ...]
+    holders: tuple[tuple[frozenset[int], ...], ...]
 
     @staticmethod
     def of(found: Sequence[Owner], axes: int) -> Owners:
         owners = Owners(found)
-        owners.borders = tuple(
-            tuple(sorted({edge for owner in found for segment in owner.segments[axis] for edge in segment}))
+        owners.by_rank = {owner.rank: owner for owner in found}
+        cuts = [
+            sorted({edge for owner in found for segment in owner.segments[axis] for edge in segment})
             for axis in range(axes)
-        )
+        ]
+        owners.borders = tuple(map(tuple, cuts))
+        owners.holders = tuple(_holders(found, axis, cuts[axis]) for axis in range(axes))
         return owners
+
+    def covering(self, atom: Sequence[Segment]) -> list[Owner]:
+        """Those who own all of `atom`, which no border cuts, by rank."""
+        per_axis = []
+        for (low, _), borders, holders in zip(atom, self.borders, self.holders, strict=True):
+            at = bisect_right(borders, low) - 1
+            per_axis.append(holders[at] if at >= 0 else frozenset())
+        if not per_axis:
+            return list(self)
+        per_axis.sort(key=len)
+        return [self[i] for i in sorted(per_axis[0].intersection(*per_axis[1:]))]
+
+
+def _holders(found: Sequence[Owner], axis: int, borders: Sequence[int]) -> tuple[frozenset[int], ...]:
+    sets: list[set[int]] = [set() for _ in borders]
+    for position, owner in enumerate(found):
+        for start, stop in owner.segments[axis]:
+            for at in range(bisect_left(borders, start), bisect_left(borders, stop)):
+                sets[at].add(position)
+    return tuple(map(frozenset, sets))
 
 
 _index: dict[tuple[int, str, tuple[tuple[str, int], ...]], tuple[Instance, dict[tuple[int, str], Owners]]] = {}
@@ -194,14 +224,13 @@ def _route_class(
     down: frozenset[int],
 ) -> Iterator[Route]:
     """Routes for layers × parts that the same workers own in the same way on both sides."""
-    usable = tuple(owner for owner in senders if owner.rank not in down)
     axes = list(group.axes)
     chosen: dict[tuple[int, Cycle, tuple[int, ...]], list[tuple[Segment, ...]]] = defaultdict(list)
     for atom in itertools.product(
-        *(_atoms(mine.segments[i], senders.borders[i] + takers.borders[i]) for i in range(len(axes)))
+        *(_atoms(mine.segments[i], senders.borders[i], takers.borders[i]) for i in range(len(axes)))
     ):
-        able = [owner for owner in usable if owner.covers(atom)]
-        wanting = [owner.rank for owner in takers if owner.covers(atom)]
+        able = [owner for owner in senders.covering(atom) if owner.rank not in down]
+        wanting = [owner.rank for owner in takers.covering(atom)]
         for cycle, replicas in _by_cycle(able, mine.cycle):
             if not replicas:
                 where = ", ".join(f"{axis} {low}" for axis, (low, _) in zip(axes, atom, strict=True)) or "its only cell"
@@ -219,13 +248,13 @@ def _route_class(
             yield Route(rank, Box(group.name, layers, parts, dict(zip(axes, segments, strict=True)), cycles), ranks)
 
 
-def _atoms(segments: Sequence[Segment], borders: Sequence[int]) -> list[Segment]:
+def _atoms(segments: Sequence[Segment], *borders: tuple[int, ...]) -> list[Segment]:
     """My segments of one axis, cut wherever anybody's ownership begins or ends; in an atom all indices have the same
     owners.
     """
     atoms: list[Segment] = []
     for start, stop in segments:
-        cuts = {cut for cut in borders if start < cut < stop}
+        cuts = {cut for some in borders for cut in some[bisect_right(some, start) : bisect_left(some, stop)]}
         atoms += itertools.pairwise([start, *sorted(cuts), stop])
     return sorted(atoms)
 

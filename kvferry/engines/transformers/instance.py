@@ -173,7 +173,7 @@ class TransformersInstance:
             if not readable:
                 raise WorkerFailed(self._worker(min(waiting.values())), f"no answer to {what} within {timeout_s:g} s")
             for pipe in readable:
-                rank = waiting[pipe]  # type: ignore[index]
+                rank = waiting[pipe]  # type: ignore[index]  # wait() returns what it was given
                 try:
                     reply = decode(self._pipes[rank].recv_bytes(), Reply)
                 except (EOFError, OSError):
