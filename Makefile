@@ -22,7 +22,7 @@ test-demo: $(READY)
 
 # everything that is marked slow
 test-long: $(READY)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not vllm and not sglang"
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -121,9 +122,9 @@ class TransformersInstance:
         )
         with _interrupts_held():
             process.start()
+            self._processes.append(process)
+            self._pipes.append(ours)
         theirs.close()
-        self._processes.append(process)
-        self._pipes.append(ours)
 
     @property
     def pids(self) -> list[int]:
@@ -238,13 +239,24 @@ def _rendezvous() -> tuple[Any, int]:
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back. A process started meanwhile inherits that, so it can't be hit before it has set itself up."""
+    """Hold Ctrl-C back: a process must not be left half started, neither by us nor by a signal of its own.
+
+    The mask is for the process that is started meanwhile, which inherits it until it has set itself up. The handler is
+    for us: another of our threads may get the signal, and Python then interrupts the main thread whatever that masks.
+    """
     resource_tracker.ensure_running()  # it would end the hold when it starts
+    main = threading.current_thread() is threading.main_thread()
+    caught: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number)) if main else None
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if main:
+            signal.signal(signal.SIGINT, handler or signal.SIG_DFL)
+        if caught:
+            signal.raise_signal(signal.SIGINT)
 
 
 T = TypeVar("T")
