@@ -122,7 +122,9 @@ def test_ctrl_c_leaves_nothing(running: Any, moment: str) -> None:
         assert _until(lambda: b"prompt 1 of 1" in log.read_bytes(), 150), log.read_text()
     before = _shared_memory()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: every process of the group gets it
-    assert process.wait(20) == 130
+    # a shell shows 130 for both: an interrupt inside exec(), as in a dataclass being imported, makes CPython die by the
+    # signal itself once it has finished, although main() has caught it and returned 130
+    assert process.wait(20) in (130, -signal.SIGINT)
     assert _until(lambda: not _session(process.pid), 5)
     assert _shared_memory() <= before
     assert "Traceback" not in log.read_text()
