@@ -182,18 +182,26 @@ class Endpoint:
         return self._start("source", SendCall(transfer, groups, tables, timeout_s))
 
     def receive(
-        self, transfer: str, source: str, groups: dict[str, Wanted], tables: Side, *, timeout_s: float
+        self,
+        transfer: str,
+        source: str,
+        groups: dict[str, Wanted],
+        tables: Side,
+        *,
+        timeout_s: float,
+        registry: str = "",
     ) -> Transfer:
         """Decode: fetch these tokens from instance `source` into these pages. Every rank of this instance calls it.
 
-        The pages may be used when the transfer is done, and are untouched from the moment it has failed.
+        The pages may be used when the transfer is done, and are untouched from the moment it has failed. `registry` is
+        the URL of the registry that knows `source`, if that is not this endpoint's own.
         """
-        return self._start("target", ReceiveCall(transfer, source, groups, tables, timeout_s))
+        return self._start("target", ReceiveCall(transfer, source, groups, tables, timeout_s, registry=registry))
 
-    def connect(self, source: str, *, timeout_s: float) -> None:
+    def connect(self, source: str, *, timeout_s: float, registry: str = "") -> None:
         """Shake hands with every worker of `source` now. IncompatibleError; TransferTimeout if it is not there."""
         name = f"connect {source} {secrets.token_hex(4)}"[-256:]
-        call = ReceiveCall(name, source, {}, Side(), timeout_s, connect_only=True)
+        call = ReceiveCall(name, source, {}, Side(), timeout_s, connect_only=True, registry=registry)
         try:
             self.wait(self._start("target", call))
         except TransferRefused as error:
@@ -273,6 +281,8 @@ class Endpoint:
             raise DocumentError("transfer", f"an id has 1 … 256 characters, got {len(call.transfer)}")
         if not (0 < call.timeout_s <= 1e6):
             raise DocumentError("timeout_s", f"must be in (0, 1e6], got {call.timeout_s}")
+        if isinstance(call, ReceiveCall) and call.registry:
+            require_loopback(Registry(call.registry).host)  # RegistryError
         transfer = Transfer(role, call.transfer, call.timeout_s)
         transfer.hidden = isinstance(call, ReceiveCall) and call.connect_only
         with self._lock:
@@ -387,7 +397,7 @@ class Endpoint:
         elif isinstance(action, Prepare):
             self._planner.put(lambda: self._prepare(action))
         elif isinstance(action, Lookup):
-            self._rendezvous.lookup(action.instance, action.until_s)
+            self._rendezvous.lookup(action.instance, action.until_s, action.registry)
         elif isinstance(action, Open):
             self._open(action)
         elif isinstance(action, Watch):

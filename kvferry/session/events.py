@@ -43,7 +43,7 @@ class SendCall:
 
 @dataclass(frozen=True)
 class ReceiveCall:
-    """`connect_only`: stop after the handshake."""
+    """`connect_only`: stop after the handshake. `registry`: the URL that knows `source`; "" is the endpoint's own."""
 
     transfer: str
     source: str
@@ -51,6 +51,7 @@ class ReceiveCall:
     tables: Side
     timeout_s: float
     connect_only: bool = False
+    registry: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,11 @@ class Received:
 
 @dataclass(frozen=True)
 class Found:
-    """Every worker of a ready instance."""
+    """Every worker of a ready instance, as `registry` knows it; "" is the endpoint's own."""
 
     instance: str
     entries: tuple[Entry, ...]
+    registry: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class NotFound:
 
     instance: str
     problem: str
+    registry: str = ""
 
 
 @dataclass(frozen=True)
@@ -158,10 +161,11 @@ Event = Union[
 
 @dataclass(frozen=True)
 class Lookup:
-    """Ask the registry for `instance` until it is ready or `until_s` (the machine's clock) has passed."""
+    """Ask `registry` for `instance` until it is ready or `until_s` (the machine's clock) has passed."""
 
     instance: str
     until_s: float
+    registry: str = ""
 
 
 @dataclass(frozen=True)

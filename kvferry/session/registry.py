@@ -190,10 +190,14 @@ class Registry:
     """Client. Every call opens its own connection, so it may be used from any thread."""
 
     def __init__(self, url: str, timeout_s: float = 2.0) -> None:
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname or not parts.port:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError:  # a port that is none
+            host = port = None
+        if not host or not port or parts.scheme != "http":
             raise RegistryError(f"registry: expected a URL such as http://127.0.0.1:7000, got {url!r}")
-        self.url, self._host, self._port, self._timeout_s = url, parts.hostname, parts.port, timeout_s
+        self.url, self.host, self._port, self._timeout_s = url, host, port, timeout_s
 
     def put(self, entry: Entry, ttl_s: float) -> None:
         self._call("PUT", _PREFIX + quote(entry.instance, safe=""), encode_json(_Put(entry, ttl_s)))
@@ -213,7 +217,7 @@ class Registry:
         self._call("DELETE", f"{_PREFIX}{quote(entry.instance, safe='')}/{entry.rank}/{entry.generation}", None)
 
     def _call(self, method: str, path: str, body: bytes | None) -> bytes:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        connection = http.client.HTTPConnection(self.host, self._port, timeout=self._timeout_s)
         try:
             connection.request(method, path, body)
             response = connection.getresponse()
@@ -228,8 +232,8 @@ class Registry:
 
 
 def require_loopback(host: str) -> None:
-    """Without keys only loopback may be bound."""
+    """Without keys only loopback may be used."""
     if host not in ("127.0.0.1", "localhost"):
         raise RegistryError(
-            f"host {host!r}: only loopback (127.0.0.1) can be bound, this version has no keys against strangers"
+            f"host {host!r}: only loopback (127.0.0.1) can be used, this version has no keys against strangers"
         )

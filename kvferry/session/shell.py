@@ -45,73 +45,80 @@ class JobThread:
 
 
 class Rendezvous:
-    """Keeps our entry alive in the registry and asks it about instances until they are ready."""
+    """Keeps our entry alive in our registry and asks registries about instances until they are ready.
+
+    Each registry is asked by a thread of its own, which ends when nothing is left to ask: one that doesn't answer
+    delays nobody else.
+    """
 
     def __init__(
         self, registry: Registry, entry: Entry, ttl_s: float, post: Callable[[Found | NotFound], None]
     ) -> None:
         self._registry, self._entry, self._ttl_s, self._post = registry, entry, ttl_s, post
-        self._wanted: dict[str, float] = {}
+        self._wanted: dict[str, dict[str, float]] = {}  # by registry URL, "" for ours: until when, by instance
         self._wake = threading.Condition()
         self._closed = False
-        self._renew_s = 0.0
-        self._thread = threading.Thread(target=self._run, name="kvferry-rendezvous", daemon=True)
+        self._thread = threading.Thread(target=self._renew, name="kvferry-rendezvous", daemon=True)
         self._thread.start()
 
-    def lookup(self, instance: str, until_s: float) -> None:
+    def lookup(self, instance: str, until_s: float, registry: str = "") -> None:
         with self._wake:
-            self._wanted[instance] = max(until_s, self._wanted.get(instance, 0.0))
-            self._wake.notify()
+            asked = registry in self._wanted
+            names = self._wanted.setdefault(registry, {})
+            names[instance] = max(until_s, names.get(instance, 0.0))
+            self._wake.notify_all()
+        if not asked:
+            threading.Thread(target=self._ask_all, args=(registry,), name="kvferry-lookup", daemon=True).start()
 
     def close(self) -> None:
         with self._wake:
             self._closed = True
-            self._wake.notify()
+            self._wake.notify_all()
         self._thread.join()
         try:
             self._registry.delete(self._entry)
         except RegistryError as error:
             LOG.info("could not sign off: %s", error)
 
-    def _run(self) -> None:
-        while True:
-            self._renew()
-            with self._wake:
-                names = list(self._wanted.items())
-            for name, until_s in names:
-                self._ask(name, until_s)
-            with self._wake:
-                if self._closed:
-                    return
-                if not set(self._wanted) - {name for name, _ in names}:
-                    wait_s = self._renew_s - time.monotonic()
-                    self._wake.wait(max(0.0, min(wait_s, LOOKUP_S) if self._wanted else wait_s))
-
     def _renew(self) -> None:
-        now = time.monotonic()
-        if now < self._renew_s:
-            return
-        try:
-            self._registry.put(self._entry, self._ttl_s)
-            self._renew_s = now + self._ttl_s / 3
-        except RegistryError as error:
-            LOG.warning("not registered: %s", error)
-            self._renew_s = now + min(0.5, self._ttl_s / 3)
+        while not self._closed:
+            try:
+                self._registry.put(self._entry, self._ttl_s)
+                wait_s = self._ttl_s / 3
+            except RegistryError as error:
+                LOG.warning("not registered: %s", error)
+                wait_s = min(0.5, self._ttl_s / 3)
+            with self._wake:
+                self._wake.wait_for(lambda: self._closed, wait_s)
 
-    def _ask(self, name: str, until_s: float) -> None:
+    def _ask_all(self, url: str) -> None:
+        registry = Registry(url) if url else self._registry
+        while True:
+            with self._wake:
+                names = dict(self._wanted[url])
+                if self._closed or not names:
+                    del self._wanted[url]
+                    return
+            for name, until_s in names.items():
+                self._ask(registry, url, name, until_s)
+            with self._wake:
+                self._wake.wait_for(lambda: self._closed or set(self._wanted[url]) - set(names), LOOKUP_S)
+
+    def _ask(self, registry: Registry, url: str, name: str, until_s: float) -> None:
         try:
-            view = self._registry.instance(name)
+            view = registry.instance(name)
             problem = view.missing
         except (RegistryError, ValueError) as error:  # ValueError: a name that UTF-8 can't carry
             problem = str(error)
         if problem:
-            self._post(NotFound(name, problem))
+            self._post(NotFound(name, problem, url))
         with self._wake:
+            wanted = self._wanted[url]
             # a lookup that came while we were asking gets an answer of its own
-            if self._wanted.get(name, 0.0) <= until_s and (not problem or until_s <= time.monotonic()):
-                self._wanted.pop(name, None)
+            if wanted.get(name, 0.0) <= until_s and (not problem or until_s <= time.monotonic()):
+                wanted.pop(name, None)
         if not problem:
-            self._post(Found(name, view.workers))
+            self._post(Found(name, view.workers, url))
 
 
 def this_process() -> Process | None:

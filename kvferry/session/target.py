@@ -68,7 +68,7 @@ class Incoming:
     started_s: float
     deadline_s: float
     phase: str = "preparing"
-    found: dict[str, tuple[Entry, ...]] = field(default_factory=dict)
+    found: dict[tuple[str, str], tuple[Entry, ...]] = field(default_factory=dict)  # by (registry, instance)
     problem: str = ""
     sources: tuple[Peer, ...] = ()
     ranks: tuple[Peer, ...] = ()  # of our own instance, us included
@@ -90,6 +90,7 @@ class Targets:
         self._past = Memory()
         self._early: dict[str, tuple[set[Peer], float]] = {}  # Landed before our own receive()
         self._turns: deque[tuple[str, Peer]] = deque()
+        self._own = ("", core.me.instance)  # (registry, instance)
 
     # the call, rendezvous, handshake, plan
 
@@ -104,19 +105,22 @@ class Targets:
             return self.fail(
                 t, "refused", f"{call.source!r} is this worker's own instance; name the prefill instance", None
             )
-        names = {call.source} if call.connect_only else {call.source, core.me.instance}
-        core.out += [Lookup(name, t.deadline_s) for name in sorted(names)]
+        names = [(call.registry, call.source)] if call.connect_only else [(call.registry, call.source), self._own]
+        core.out += [Lookup(name, t.deadline_s, registry) for registry, name in names]
         t.problem = f"the registry has not answered about {call.source!r}"
 
     def found(self, event: Found) -> None:
         for t in list(self.running.values()):
-            if t.phase == "preparing" and not t.planning and event.instance in (t.call.source, self._core.me.instance):
-                t.found.setdefault(event.instance, event.entries)
+            key = (event.registry, event.instance)
+            if t.phase == "preparing" and not t.planning and key in ((t.call.registry, t.call.source), self._own):
+                t.found.setdefault(key, event.entries)
                 self.advance(t)
 
     def not_found(self, event: NotFound) -> None:
         for t in self.running.values():
-            if t.phase == "preparing" and event.instance not in t.found:
+            key = (event.registry, event.instance)
+            waits = key in ((t.call.registry, t.call.source), self._own) and key not in t.found
+            if t.phase == "preparing" and waits:
                 t.problem = event.problem
 
     def handshaken(self, peer: Peer) -> None:
@@ -128,13 +132,13 @@ class Targets:
     def advance(self, t: Incoming) -> None:
         """Go on as far as what is known allows: registry → handshakes → plan."""
         core, call = self._core, t.call
-        source = t.found.get(call.source)
-        own: tuple[Entry, ...] | None = () if call.connect_only else t.found.get(core.me.instance)
+        source = t.found.get((call.registry, call.source))
+        own: tuple[Entry, ...] | None = () if call.connect_only else t.found.get(self._own)
         if source is None or own is None or t.planning:
             return
         if not call.connect_only and core.me not in _peers(own):
             t.problem = f"the registry does not list this worker, {core.me}; was it superseded by a later start?"
-            del t.found[core.me.instance]
+            del t.found[self._own]
             core.out.append(Lookup(core.me.instance, t.deadline_s))
             return
         t.sources, t.ranks = _peers(source), _peers(own)

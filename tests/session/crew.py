@@ -50,10 +50,19 @@ class Worker:
         self.transfers[transfer] = self._endpoint.send(transfer, groups, table(pages, start), timeout_s=timeout_s)
 
     def receive(
-        self, transfer: str, source: str, pages: list[int], start: int, tokens: tuple[int, int], timeout_s: float
+        self,
+        transfer: str,
+        source: str,
+        pages: list[int],
+        start: int,
+        tokens: tuple[int, int],
+        timeout_s: float,
+        registry: str = "",
     ) -> None:
         groups, side = {"attn": Wanted(tokens)}, table(pages, start)
-        self.transfers[transfer] = self._endpoint.receive(transfer, source, groups, side, timeout_s=timeout_s)
+        self.transfers[transfer] = self._endpoint.receive(
+            transfer, source, groups, side, timeout_s=timeout_s, registry=registry
+        )
 
     def connect(self, source: str, timeout_s: float) -> None:
         self._endpoint.connect(source, timeout_s=timeout_s)
@@ -283,8 +292,9 @@ def start(
     timeout_s: float = 20.0,
     receive_first: bool = False,
     sent: tuple[int, int] | None = None,
+    registry: str = "",
 ) -> list[int]:
-    """Fill the source and start both sides; returns the target's pages."""
+    """Fill the source and start both sides; returns the target's pages. `registry`: the source's, if another."""
     sent = sent or (0, tokens[1])
     start_at = tokens[0]
     source_pages = page_list(pair.source_shape, sent, sent[0], seed=1)
@@ -292,7 +302,7 @@ def start(
     every(pair.sources, "fill", source_pages, sent[0], sent)
     calls = [
         (pair.sources, "send", (transfer, source_pages, sent[0], sent, timeout_s)),
-        (pair.targets, "receive", (transfer, pair.source, target_pages, start_at, tokens, timeout_s)),
+        (pair.targets, "receive", (transfer, pair.source, target_pages, start_at, tokens, timeout_s, registry)),
     ]
     for members, name, args in reversed(calls) if receive_first else calls:
         every(members, name, *args)

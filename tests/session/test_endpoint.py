@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvferry.layout.address import Address
-from tests.session.crew import Crew, Pair, every, open_pair, start
+from kvferry.session.registry import RegistryServer
+from tests.session.crew import Crew, Pair, RemoteError, every, open_all, open_pair, start
 from tests.session.pools import DIM, HIGH_BASE, Shape
 
 STAGING_BASE = Address(0xFFFF_8000_0000_0000)
@@ -96,3 +97,20 @@ def test_many_transfers_at_once(crew: Crew, registry: str) -> None:
 
 def test_nothing_wanted_still_ends_on_every_side(crew: Crew, registry: str) -> None:
     cross(open_pair(crew, registry, Shape(tp=4, heads=2), Shape(tp=2, heads=2)), (8, 8), sent=(0, 8))
+
+
+def test_each_instance_has_a_registry_of_its_own(crew: Crew, registry: str) -> None:
+    """A request says where the prefill instance is known; nothing is shared."""
+    pair = open_pair(crew, registry, Shape(tp=2), Shape(tp=1))
+    every(pair.sources, "close")
+    with RegistryServer() as own:
+        open_all(pair.sources, pair.source, pair.source_shape, own.url, slots=4, slot_bytes=1024)
+        cross(pair, registry=own.url)
+        cross(pair, transfer="t2", receive_first=True, registry=own.url)
+
+
+@pytest.mark.parametrize("url", ["nonsense", "http://example.org:80"])
+def test_a_registry_out_of_reach_is_refused_by_the_call(url: str, crew: Crew, registry: str) -> None:
+    pair = open_pair(crew, registry, Shape(), Shape())
+    with pytest.raises(RemoteError, match=r"RegistryError: .*(expected a URL|only loopback)"):
+        start(pair, "t", (0, 5), registry=url)

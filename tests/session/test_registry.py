@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -111,8 +112,12 @@ def test_unreachable_and_nonsense_registries_are_typed_errors() -> None:
         url = server.url
     with pytest.raises(RegistryError, match=url):
         Registry(url).instance("p")
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:7000", "http://127.0.0.1", "http://[", "http://h:99999", "file:///x"])
+def test_what_is_no_url_of_a_registry_is_said(url: str) -> None:
     with pytest.raises(RegistryError, match="expected a URL such as"):
-        Registry("127.0.0.1:7000")
+        Registry(url)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])
@@ -142,3 +147,35 @@ def test_f61_asks_until_ready_and_refills_a_restarted_registry() -> None:
         assert ready.wait(10), "the renewal refills the restarted registry, and the failure was not kept"
         rendezvous.close()
         assert Registry(server.url).instance("p").missing == "instance 'p' misses rank(s) 0 of 2"
+
+
+def test_a_registry_that_never_answers_delays_no_other_and_no_renewal() -> None:
+    found: list[Found | NotFound] = []
+    ready = threading.Event()
+
+    def post(event: Found | NotFound) -> None:
+        found.append(event)
+        if isinstance(event, Found):
+            ready.set()
+
+    with RegistryServer() as own, RegistryServer() as other, socket.create_server(("127.0.0.1", 0)) as silent:
+        Registry(other.url).put(entry(0), 60)
+        Registry(other.url).put(entry(1), 60)
+        rendezvous = Rendezvous(Registry(own.url), entry(0), 0.5, post)
+        started = time.monotonic()
+        rendezvous.lookup("p", started + 5, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        rendezvous.lookup("p", started + 5, other.url)
+        assert ready.wait(1.5)
+        (event,) = [event for event in found if isinstance(event, Found)]
+        assert (event.registry, [e.rank for e in event.entries]) == (other.url, [0, 1])
+        time.sleep(1.0)
+        assert [e.rank for e in Registry(own.url).instance("p").workers] == [0]
+        rendezvous.close()
+    assert _threads_end("kvferry-lookup"), "a lookup ends with its rendezvous"
+
+
+def _threads_end(name: str) -> bool:
+    deadline = time.monotonic() + 10
+    while any(thread.name == name for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(thread.name == name for thread in threading.enumerate())

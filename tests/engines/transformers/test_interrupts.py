@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from kvferry.engines.transformers import instance  # noqa: E402
+from kvferry.engines.transformers import instance
 
 
 @pytest.fixture
