@@ -1,0 +1,174 @@
+"""SGLang's memory as an instance document. Pure: what a pool says about itself goes in, groups and pools come out.
+
+Source of the format: SGLang 0.5.23, `sglang/srt/mem_cache/memory_pool.py` (`MHATokenToKVPool`, `MLATokenToKVPool`:
+one tensor `[slots, heads, width]` per layer and part, a page is `page_size` slots one after the other) and
+`sglang/srt/disaggregation/utils.py` (`MetadataBuffers`: rows of bytes by metadata index).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvferry.errors import EngineError
+from kvferry.layout.address import Address
+from kvferry.layout.document import TOKEN, Buffer, Group, Instance, Mode, Pool, Region, Worker
+from kvferry.layout.presets import tp_heads
+from kvferry.layout.tensors import TensorView
+from kvferry.layout.validate import check_instance
+
+KV_TABLE, ROW_TABLE = "kv", "row"
+"""Page tables of a request: SGLang's KV page ids, and its one metadata index."""
+ROW_GROUP = "row"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of pool: the group it caches, its parts and the attribute that lists each part's tensors, and what the
+    axes of one slot mean ("" has one index and is no axis of the group).
+    """
+
+    group: str
+    attributes: Mapping[str, str]
+    axes: tuple[str, ...]
+
+
+KINDS = {
+    "MHATokenToKVPool": Kind("attn", {"k": "k_buffer", "v": "v_buffer"}, ("head", "dim")),
+    "MLATokenToKVPool": Kind("latent", {"latent": "kv_buffer"}, ("", "dim")),
+}
+
+
+@dataclass(frozen=True)
+class Registered:
+    """One buffer as SGLang lists it in KVArgs; an item is a page, or a row of metadata."""
+
+    address: Address
+    bytes: int
+    item_bytes: int
+
+    @property
+    def items(self) -> int:
+        return self.bytes // self.item_bytes
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What one worker's KV pool says about itself. `tensors`: by part, one per layer in `layers`, `[slots, heads,
+    width]`; `registered`: the same buffers in KVArgs; `heads`: KV heads of the whole model.
+    """
+
+    kind: Kind
+    dtype: str
+    page_tokens: int
+    layers: tuple[int, ...]
+    model_layers: int
+    heads: int
+    tensors: Mapping[str, tuple[TensorView, ...]]
+    registered: Mapping[str, tuple[Registered, ...]]
+
+
+@dataclass(frozen=True)
+class Described:
+    """Groups, and the pools that hold them; a pool's buffers count regions from this description's first."""
+
+    groups: tuple[Group, ...]
+    regions: tuple[Region, ...]
+    pools: tuple[Pool, ...]
+
+
+def describe_cache(cache: Cache, tp_rank: int, tp_size: int) -> Described:
+    """One group per width of a token, so that K and V of different width are two groups with one page table.
+
+    EngineError names what a tensor says and what was expected of it.
+    """
+    by_width: dict[int, list[str]] = {}
+    for part, views in cache.tensors.items():
+        by_width.setdefault(views[0].shape[-1], []).append(part)
+    groups: list[Group] = []
+    regions: list[Region] = []
+    pools: list[Pool] = []
+    for width, parts in by_width.items():
+        name = cache.kind.group if len(by_width) == 1 else f"{cache.kind.group}.{'.'.join(parts)}"
+        sizes = {"head": cache.heads, "dim": width}
+        axes = {axis: sizes[axis] for axis in cache.kind.axes if axis}
+        constants: dict[str, str | float | int | bool | None] = {"page_tokens": cache.page_tokens}
+        every = tuple(range(cache.model_layers))
+        groups.append(Group(name, "token", cache.dtype, every, tuple(parts), axes, constants=constants))
+        owned = {"head": tp_heads(cache.heads, tp_size, tp_rank)} if "head" in axes else {}
+        local = [sum(b - a for a, b in owned["head"]) if axis == "head" else sizes.get(axis, 1)
+                 for axis in cache.kind.axes]  # fmt: skip
+        first = cache.tensors[parts[0]][0]
+        buffers = []
+        for part in parts:
+            for layer, view, listed in zip(cache.layers, cache.tensors[part], cache.registered[part]):
+                _check_tensor(f"layer {layer}, part {part!r}", view, listed, first, local, cache.page_tokens)
+                buffers.append(Buffer(layer, part, len(regions), 0, listed.items))
+                regions.append(Region(listed.address, listed.bytes, view.memory, view.device))
+        modes = _modes(cache, first, local)
+        page_bytes = cache.page_tokens * first.strides_bytes[0]
+        pools.append(Pool(name, cache.page_tokens, page_bytes, modes, tuple(buffers), KV_TABLE, dict(owned)))
+    return Described(tuple(groups), tuple(regions), tuple(pools))
+
+
+def _modes(cache: Cache, view: TensorView, local: Sequence[int]) -> tuple[Mode, ...]:
+    inner = zip(cache.kind.axes, local, view.strides_bytes[1:])
+    token = Mode(TOKEN, cache.page_tokens, view.strides_bytes[0])
+    return (token, *(Mode(axis, extent, stride) for axis, extent, stride in inner if axis))
+
+
+def _check_tensor(
+    where: str, view: TensorView, listed: Registered, first: TensorView, page: tuple[int, list[int]]
+) -> None:
+    """A tensor must be what KVArgs lists, of the expected shape, and strided as the first of its group."""
+    page_tokens, slot = page
+    page_bytes = page_tokens * view.strides_bytes[0]
+    for what, found, expected in (
+        ("shape of a slot", list(view.shape[1:]), slot),
+        ("strides", view.strides_bytes, first.strides_bytes),
+        ("address", view.address, listed.address),
+        ("bytes of a page", page_bytes, listed.item_bytes),
+        ("whole pages in bytes", max(view.span_bytes, listed.bytes), view.span_bytes),
+    ):
+        if found != expected:
+            raise EngineError(
+                f"{where}: {what}: the pool has {found}, expected was {expected}; this version of SGLang keeps its "
+                "cache in a way that kvferry doesn't know"
+            )
+
+
+def describe_rows(registered: Sequence[Registered]) -> Described:
+    """SGLang's metadata buffers (first token, its logprobs, …): a group per row size, a "layer" per buffer.
+
+    The row of a request moves and commits with its cache. Every worker has a whole copy.
+    """
+    by_size: dict[int, list[int]] = {}
+    for index, buffer in enumerate(registered):
+        by_size.setdefault(buffer.item_bytes, []).append(index)
+    groups, pools = [], []
+    for size, indices in by_size.items():
+        name = f"{ROW_GROUP}.{size}"
+        groups.append(Group(name, "state", "uint8", tuple(indices), ("row",), {"byte": size}))
+        buffers = tuple(Buffer(index, "row", index, 0, registered[index].items) for index in indices)
+        modes = (Mode(TOKEN, 1, size), Mode("byte", size, 1))
+        pools.append(Pool(name, 1, size, modes, buffers, ROW_TABLE))
+    regions = tuple(Region(buffer.address, buffer.bytes) for buffer in registered)
+    return Described(tuple(groups), regions, tuple(pools))
+
+
+def document(name: str, model: str, rank: int, described: Sequence[Described]) -> Instance:
+    """This worker's part of the instance document, checked."""
+    groups: list[Group] = []
+    regions: list[Region] = []
+    pools: list[Pool] = []
+    for part in described:
+        groups += part.groups
+        pools += [_shifted(pool, len(regions)) for pool in part.pools]
+        regions += part.regions
+    worker = Worker(rank, tuple(regions), tuple(pools))
+    return check_instance(Instance("kvferry-instance/1", name, model, tuple(groups), (worker,)))
+
+
+def _shifted(pool: Pool, by: int) -> Pool:
+    buffers = tuple(Buffer(b.layer, b.part, b.region + by, b.offset_bytes, b.pages) for b in pool.buffers)
+    return Pool(pool.group, pool.page_tokens, pool.page_bytes, pool.modes, buffers, table=pool.table, owned=pool.owned)

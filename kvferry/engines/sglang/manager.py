@@ -1,0 +1,279 @@
+"""One scheduler process: its pool described and tried, its endpoint, and the state of its rooms.
+
+Works on top of SGLang's `CommonKVManager`, whose attributes schedulers read. SGLang's states of a room come from the
+endpoint's transfers; nothing here waits, except at the end of a transfer that failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_parallel, process_model_config
+
+from kvferry.engines.dump import write_dump
+from kvferry.engines.sglang import NAME
+from kvferry.engines.sglang.bootstrap import Home, fetch_home, fetch_topology
+from kvferry.engines.sglang.control import Ask, Attempts, Cancel, Rooms, decode
+from kvferry.engines.sglang.layout import KV_TABLE, ROW_TABLE, describe_cache, describe_rows, document
+from kvferry.engines.sglang.options import Options
+from kvferry.engines.sglang.pool import map_memory, probe_pool, read_cache, registered, tensors_of
+from kvferry.errors import DocumentError, EngineError, TransferError
+from kvferry.layout.document import Instance
+from kvferry.layout.request import Side, Table, Wanted
+from kvferry.session import Endpoint, RegistryServer, Transfer
+from kvferry.transport.memory import HostMemory
+
+LOG = logging.getLogger(__name__)
+END_S = 10.0
+"""How long the scheduler waits for a failed transfer to let go of its pages; it takes milliseconds."""
+
+
+class KVFerryManager(CommonKVManager):
+    """`map_memory` says where a registered address really is, so that tests can emulate devices."""
+
+    map_memory = staticmethod(map_memory)
+    reports_transfer_latency = True
+
+    def __init__(
+        self, args: Any, disaggregation_mode: DisaggregationMode, server_args: Any, is_mla_backend: bool | None = False
+    ) -> None:
+        parallel = get_parallel()
+        _check_supported(parallel, args.kvferry_pool)
+        self.options = Options.read(os.environ)
+        self.home, self._registry_server = _open_home(self.options, disaggregation_mode.value, _dp_rank(parallel, args))
+        self.instance = self._describe(args, server_args, parallel)
+        worker = self.instance.workers[0]
+        memory = HostMemory([self.map_memory(region.base, region.bytes) for region in worker.regions])
+        self._dump(args)
+        probe_pool(args.kvferry_pool, worker, self.instance.groups, memory)
+        self.endpoint = Endpoint(
+            self.instance,
+            worker.rank,
+            memory,
+            world=parallel.attn_tp_size,
+            registry=self.home.registry,
+            transport=self.options.transport,
+            slots=self.options.slots,
+            slot_bytes=self.options.slot_bytes,
+        )
+        self.rooms, self.attempts = Rooms(), Attempts()
+        self._running: dict[str, int] = {}
+        self._homes: dict[tuple[str, int], Home] = {}
+        self.transfer_timeout_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
+        # the first thing that the outside hears of us is the registration that this ends with
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        if disaggregation_mode == DisaggregationMode.PREFILL:
+            threading.Thread(target=self._listen, name="kvferry-rooms", daemon=True).start()
+        else:
+            self._start_heartbeat_checker_thread()
+
+    def _describe(self, args: Any, server_args: Any, parallel: Any) -> Instance:
+        model = process_model_config()
+        name = (server_args.served_model_name or server_args.model_path).rstrip("/").rpartition("/")[2]
+        cache = read_cache(args.kvferry_pool, args, model.num_hidden_layers, model.get_total_num_kv_heads())
+        rows = registered(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
+        rank, size = parallel.attn_tp_rank, parallel.attn_tp_size
+        return document(self.home.instance, name, rank, [describe_cache(cache, rank, size), describe_rows(rows)])
+
+    def _dump(self, args: Any) -> None:
+        if self.options.dump is None:
+            return
+        pool = args.kvferry_pool
+        tensors = {
+            f"layers.{layer}.{part}": tensor
+            for part, each in tensors_of(pool).items()
+            for layer, tensor in enumerate(each, start=pool.start_layer)
+        }
+        rank = self.instance.workers[0].rank
+        write_dump(self.options.dump, "sglang", version("sglang"), self.instance, rank, tensors)
+
+    # rooms and transfers
+
+    def send_pages(self, room: int, transfer: str, pages: Sequence[int], row: int) -> Transfer:
+        """Prefill: these pages hold the prompt from its first token on, and row `row` what goes with it."""
+        tokens = (0, len(pages) * self.kv_args.page_size)
+        started = self.endpoint.send(
+            transfer, self._wanted(tokens), _side(pages, 0, row), timeout_s=self.transfer_timeout_s
+        )
+        return self._started(room, started)
+
+    def receive_pages(
+        self, room: int, transfer: str, source: Home, pages: Sequence[int], start: int, row: int
+    ) -> Transfer:
+        """Decode: fetch the tokens from `start` on, which is the end of what is here already, into these pages."""
+        tokens = (start, start + len(pages) * self.kv_args.page_size)
+        started = self.endpoint.receive(
+            transfer,
+            source.instance,
+            self._wanted(tokens),
+            _side(pages, start, row),
+            timeout_s=self.transfer_timeout_s,
+            registry=source.registry,
+        )
+        return self._started(room, started)
+
+    def _wanted(self, tokens: tuple[int, int]) -> dict[str, Wanted]:
+        # whole pages, as SGLang counts them; the row belongs to exactly this many tokens
+        return {
+            group.name: Wanted(tokens=tokens) if group.growth == "token" else Wanted(position=tokens[1])
+            for group in self.instance.groups
+        }
+
+    def _started(self, room: int, transfer: Transfer) -> Transfer:
+        self._running[transfer.id] = room
+        self.update_status(room, KVPoll.Transferring)
+        return transfer
+
+    def check_status(self, bootstrap_room: int) -> KVPoll:
+        """Called by SGLang's senders and receivers whenever the scheduler polls them."""
+        self._settle()
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            self._follow(bootstrap_room)
+        return super().check_status(bootstrap_room)
+
+    def _settle(self) -> None:
+        for transfer in self.endpoint.poll():
+            room = self._running.pop(transfer.id, None)
+            if room is None or room not in self.request_status:
+                continue
+            if transfer.error is not None:
+                self.fail_room(room, str(transfer.error))
+            else:
+                self.update_status(room, KVPoll.Success)
+
+    def _follow(self, room: int) -> None:
+        """What decode said about a room whose transfer has not begun here."""
+        word, status = self.rooms.last(room), self.request_status.get(room)
+        if isinstance(word, Ask) and status == KVPoll.Bootstrapping:
+            self.update_status(room, KVPoll.WaitingForInput)
+        elif isinstance(word, Cancel) and status in (KVPoll.Bootstrapping, KVPoll.WaitingForInput):
+            self.fail_room(room, f"decode gave up: {word.reason}")
+
+    def fail_room(self, room: int, reason: str) -> None:
+        """The first reason is the one that counts."""
+        with self.failure_lock:
+            self.failure_records.setdefault(room, reason)
+        self.update_status(room, KVPoll.Failed)
+
+    def finish(self, transfer: Transfer | None, reason: str) -> None:
+        """End a transfer if it still runs; afterwards nothing of it touches its pages, or its room."""
+        if transfer is None:
+            return
+        self._running.pop(transfer.id, None)
+        if transfer.state != "running":
+            return
+        self.endpoint.abort(transfer, reason)
+        try:
+            self.endpoint.wait(transfer, END_S)
+        except TransferError as error:
+            if transfer.state == "running":
+                LOG.error("%s; its pages may still be read or written", error)
+
+    # prefill: decode's words
+
+    def _listen(self) -> None:
+        while True:
+            frames = self.server_socket.recv_multipart()
+            try:
+                self.rooms.hear(decode(frames))
+            except DocumentError as error:
+                LOG.warning("message on the room socket refused: %s", str(error)[:400])
+
+    def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
+        home = {"instance": self.home.instance, "registry": self.home.registry}
+        super()._register_topology_row(url, {**payload, NAME: home})
+
+    # decode: its prefill servers
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """One attempt to learn a prefill server's topology. What doesn't fit is found by the handshake, for the request
+        that asked, and stops nothing else.
+        """
+        if bootstrap_addr in self.prefill_info_table:
+            return True
+        try:
+            info = fetch_topology(bootstrap_addr)
+        except EngineError as error:
+            LOG.error("%s", error)
+            return False
+        self._resolve_rank_mapping(info)
+        self.prefill_info_table[bootstrap_addr] = info
+        return True
+
+    def _resolve_rank_mapping(self, info: PrefillServerInfo) -> None:
+        """Which prefill ranks this rank tells about its requests: each hears it from one decode rank at least. Where
+        the cache comes from is no matter of this: the endpoint routes it.
+        """
+        mine = list(range(self.attn_tp_rank, info.attn_tp_size, self.attn_tp_size))
+        info.target_tp_ranks = mine or [self.attn_tp_rank % info.attn_tp_size]
+        info.target_tp_rank = info.target_tp_ranks[0]
+        info.target_cp_ranks = list(range(info.attn_cp_size))
+        info.target_pp_ranks = list(range(info.pp_size))
+        info.required_dst_info_num = info.required_prefill_response_num = 1
+
+    def find_home(self, bootstrap_addr: str, dp_rank: int) -> Home:
+        """EngineError where the prefill server is not there or runs another backend."""
+        key = (bootstrap_addr, dp_rank)
+        if key not in self._homes:
+            self._homes[key] = fetch_home(bootstrap_addr, dp_rank)
+        return self._homes[key]
+
+    def _on_heartbeat_success(self, bootstrap_addr: str) -> None:
+        """A server that was restarted between two heartbeats is alive, but it is not the one that we knew."""
+        for (address, dp_rank), known in list(self._homes.items()):
+            if address != bootstrap_addr:
+                continue
+            try:
+                lost = fetch_home(address, dp_rank) != known
+            except EngineError:
+                lost = True
+            if lost:
+                return self._handle_node_failure(bootstrap_addr)
+
+    def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
+        for key in [key for key in self._homes if key[0] == failed_bootstrap_addr]:
+            self._homes.pop(key, None)
+        super()._handle_node_failure(failed_bootstrap_addr)
+
+
+def _side(pages: Sequence[int], start: int, row: int) -> Side:
+    return Side({KV_TABLE: Table(tuple(pages), start), ROW_TABLE: Table((row,))})
+
+
+def _dp_rank(parallel: Any, args: Any) -> int:
+    """As the bootstrap server counts them: data-parallel attention, or data-parallel servers."""
+    return int(parallel.attn_dp_rank if parallel.dp_size == 1 else args.system_dp_rank or 0)
+
+
+def _check_supported(parallel: Any, pool: Any) -> None:
+    for what, size in (
+        ("--pp-size", parallel.pp_size),
+        ("context parallelism (attn_cp_size)", parallel.attn_cp_size),
+        ("--dcp-size", parallel.attn_dcp_size),
+        ("--nnodes", parallel.nnodes),
+    ):
+        if size > 1:
+            raise EngineError(f"{what} is {size}; the kvferry backend for SGLang supports 1 so far")
+    if parallel.enable_kv_cache_sharding or getattr(pool, "layer_shard_enabled", False):
+        raise EngineError("pages or layers of the KV cache are spread over ranks, which is not supported yet")
+
+
+def _open_home(options: Options, role: str, dp_rank: int) -> tuple[Home, RegistryServer | None]:
+    """A name for this start of this instance, the same on all its ranks. Its first rank runs the registry."""
+    group = get_parallel().world_group
+    server, home = None, None
+    if group.rank_in_group == 0:
+        server = None if options.registry else RegistryServer()
+        home = Home(f"sglang-{role}-{secrets.token_hex(8)}", options.registry or getattr(server, "url", ""))
+    shared: Home = group.broadcast_object(home, src=0)
+    return Home(f"{shared.instance}.dp{dp_rank}", shared.registry), server
