@@ -1,10 +1,12 @@
-"""`kvferry layout`: an instance document from a model's config.json."""
+"""`kvferry layout`: an instance document from a model's config.json, or from what a running engine registered."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from kvferry.cli.from_dump import dump_text
+from kvferry.engines.dump import merge_dumps, read_dump
 from kvferry.errors import AddressError, DocumentError
 from kvferry.layout.address import Address
 from kvferry.layout.document import DTYPE_BYTES, Instance, encode_json
@@ -20,7 +22,18 @@ MOST_WORKERS = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG.json", help="the model's Hugging Face config.json")
+    parser.add_argument(
+        "config", type=Path, nargs="?", metavar="CONFIG.json", help="the model's Hugging Face config.json"
+    )
+    parser.add_argument(
+        "--from-dump",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="instead of a config: show what an engine registered and how it was read, from the files that its workers "
+        "write when KVFERRY_DUMP names a folder",
+    )
+    parser.add_argument("--json", action="store_true", help="with --from-dump: print the instance document instead")
     parser.add_argument(
         "--engine", choices=sorted(ENGINES), default="plain", help="whose memory layout (default: plain)"
     )
@@ -53,6 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print or write the document; a config or options that can't be laid out are raised."""
+    if args.from_dump:
+        return _show_dumps(args)
+    if args.config is None:
+        raise DocumentError("CONFIG.json", "expected a model's config.json, or --from-dump FILE")
     config, slabs = _read(args.config, args.dtype)
     numbers = {name: getattr(args, name) for name in ("tp", "pp", "cp", "cp_block", "page_tokens", "pages", "rows")}
     for name, value in numbers.items():
@@ -63,13 +80,29 @@ def run(args: argparse.Namespace) -> int:
     shape = Shape(**numbers, layout=args.layout, base=_base(args.base))
     model = args.model or str(config.get("_name_or_path") or config.get("model_type") or args.config.stem)
     instance = place(slabs, ENGINES[args.engine], shape, instance=args.name, model=model)
+    _write(instance, args.out)
+    return 0
+
+
+def _show_dumps(args: argparse.Namespace) -> int:
+    if args.config is not None:
+        raise DocumentError("--from-dump", f"takes the place of a config; leave out {args.config}")
+    dumps = [read_dump(path) for path in args.from_dump]
+    instance = merge_dumps(dumps)
+    if args.json or args.out:
+        _write(instance, args.out)
+    else:
+        print(dump_text(dumps))
+    return 0
+
+
+def _write(instance: Instance, out: Path | None) -> None:
     document = encode_json(instance)
-    if args.out is None:
+    if out is None:
         print(document.decode())
     else:
-        args.out.write_bytes(document + b"\n")
-        print(f"{args.out}: {summary(instance)}")
-    return 0
+        out.write_bytes(document + b"\n")
+        print(f"{out}: {summary(instance)}")
 
 
 def summary(instance: Instance) -> str:

@@ -102,7 +102,8 @@ class Rendezvous:
             for name, until_s in names.items():
                 self._ask(registry, url, name, until_s)
             with self._wake:
-                self._wake.wait_for(lambda: self._closed or set(self._wanted[url]) - set(names), LOOKUP_S)
+                if not self._closed and self._wanted[url].keys() <= names.keys():
+                    self._wake.wait(LOOKUP_S)
 
     def _ask(self, registry: Registry, url: str, name: str, until_s: float) -> None:
         try:

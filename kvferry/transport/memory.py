@@ -79,6 +79,15 @@ class HostMemory:
         for part in parts:
             copy_runs(part.region.view, part.offsets, chunk, part.dense_offsets, part.lengths)
 
+    def view(self, base: Address, nbytes: int) -> Bytes:
+        """The bytes [base, base + nbytes) themselves. AddressError where they are not in one mapped region."""
+        lengths = np.array([nbytes], np.uint64)
+        for region in self._regions:
+            if region.base.value <= base.value and base.distance_from(region.base) < region.nbytes:
+                offset = int(Addresses([base]).offsets_in(region.base, region.nbytes, lengths, "memory")[0])
+                return region.view[offset : offset + nbytes]
+        raise AddressError(f"address {base} is in no mapped region")
+
     def _parts(self, copies: DenseCopies, chunk_bytes: int) -> list[_Part]:
         addresses, lengths = copies.addresses, copies.lengths
         if not len(lengths) == len(addresses) == len(copies.dense_offsets):
