@@ -1,0 +1,143 @@
+"""The scheduler side: what vLLM asks about requests, turned into orders for the workers. No vLLM is imported here.
+
+Ready-first: prefill finishes, keeps its blocks and says in its answer where they are; decode takes them by that. The
+last token of a prompt is not moved, since decode computes it again for the first token of the answer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.engines.vllm.layers import kind_of, window_of
+from kvferry.engines.vllm.orders import Blocks, LoadOrder, Orders, SendOrder
+from kvferry.engines.vllm.params import Handle, make_params, read_handle, transfer_id
+from kvferry.errors import DocumentError
+
+LOG = logging.getLogger("vllm.kvferry")
+FINISHED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
+"""How a prompt ends well; after any other end its blocks may be incomplete."""
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """One KV cache group of vLLM: what kind of cache uses its blocks, and how many tokens a block holds."""
+
+    kind: str
+    block_tokens: int
+
+    def first_token(self, blocks: Sequence[int]) -> int:
+        """The first token that these blocks hold. A window's null blocks (0) all come first."""
+        empty = next((index for index, block in enumerate(blocks) if block), len(blocks))
+        return empty * self.block_tokens
+
+
+def block_tables(groups: Sequence[Any]) -> tuple[BlockTable, ...]:
+    """One for each of vLLM's KV cache groups."""
+    tables = []
+    for group in groups:
+        each = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        spec = group.kv_cache_spec if each is None else next(iter(each.values()))
+        tables.append(BlockTable(kind_of(spec, ", ".join(group.layer_names[:1])), spec.block_size))
+    return tuple(tables)
+
+
+class SchedulerSide:
+    """Orders gather between two steps of the scheduler; `take` hands them out. Called from one thread."""
+
+    def __init__(self, engine: str, tables: Sequence[BlockTable], tp: int, pp: int) -> None:
+        self._engine, self._tables, self._tp, self._pp = engine, tuple(tables), tp, pp
+        self.registry = ""
+        """Where our workers are registered; known as soon as they have started."""
+        self._sends: list[SendOrder] = []
+        self._loads: list[LoadOrder] = []
+
+    def matched(self, request: Any, computed: int) -> tuple[int, bool]:
+        """(tokens that can be fetched beyond the `computed` ones, whether that happens between steps).
+
+        Parameters that can't be used count as a cache that then fails to arrive: vLLM has one policy for all failures.
+        """
+        if not _wants_prefill(request):
+            return 0, False
+        handle, _ = _read(request)
+        count = _stop(request, handle) - computed
+        return (count, True) if count > 0 else (0, False)
+
+    def allocated(self, request: Any, blocks: Blocks, external: int) -> None:
+        """vLLM has allocated blocks for what `matched` promised, or has found everything in its own prefix cache."""
+        if not _wants_prefill(request):
+            return
+        handle, problem = _read(request)
+        stop = _stop(request, handle) if external else 0
+        self._load(request, handle, problem, stop - external, stop, blocks)
+
+    def finished(self, request: Any, blocks: Blocks) -> tuple[bool, dict[str, Any] | None]:
+        """(whether the blocks stay ours until the workers report the request as sent, what to answer)."""
+        if _wants_prefill(request):
+            handle, problem = _read(request)  # it ended before it got blocks, but prefill's still wait for it
+            self._load(request, handle, problem, 0, 0, ())
+            return False, None
+        params = request.kv_transfer_params or {}
+        tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        if not params.get("do_remote_decode") or request.status.name not in FINISHED or not self._holds(blocks, tokens):
+            return False, None
+        transfer = transfer_id(self._engine, request.request_id)
+        self._sends.append(SendOrder(request.request_id, transfer, tokens, blocks))
+        answer = make_params(
+            engine=self._engine,
+            request=request.request_id,
+            registry=self.registry,
+            tokens=tokens,
+            blocks=blocks,
+            tp=self._tp,
+            pp=self._pp,
+        )
+        return True, answer
+
+    def take(self) -> Orders:
+        orders = Orders(tuple(self._sends), tuple(self._loads))
+        self._sends, self._loads = [], []
+        return orders
+
+    def _holds(self, blocks: Blocks, tokens: int) -> bool:
+        """Whether these blocks hold what decode will ask for, up to the last token but one.
+
+        vLLM frees a window's blocks one token too early for that when a block ends just there; decode then computes the
+        prompt itself.
+        """
+        if not any(blocks):
+            return False
+        for table, held in zip(self._tables, blocks):
+            window = window_of(table.kind)
+            if window is not None and table.first_token(held) > max(0, tokens - window):
+                return False
+        return True
+
+    def _load(self, request: Any, handle: Handle | None, problem: str, start: int, stop: int, blocks: Blocks) -> None:
+        request.kv_transfer_params["do_remote_prefill"] = False  # once per request, also where it is preempted later
+        if handle is not None:
+            order = LoadOrder(request.request_id, handle.transfer, handle.source, handle.registry, start, stop, blocks)
+            self._loads.append(order)
+        elif start < stop:
+            self._loads.append(LoadOrder(request.request_id, "", "", "", start, stop, blocks, problem))
+        else:
+            LOG.warning("kvferry: request %s: %s; nothing had to be fetched", request.request_id, problem)
+
+
+def _wants_prefill(request: Any) -> bool:
+    return bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
+
+
+def _read(request: Any) -> tuple[Handle | None, str]:
+    try:
+        return read_handle(request.kv_transfer_params), ""
+    except DocumentError as error:
+        return None, str(error)
+
+
+def _stop(request: Any, handle: Handle | None) -> int:
+    """The end of what is fetched: all but the last prompt token, or as much as prefill has."""
+    last = request.num_prompt_tokens - 1
+    return int(last if handle is None else min(last, handle.tokens))

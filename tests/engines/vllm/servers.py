@@ -1,0 +1,138 @@
+"""vLLM servers as a user starts them, each a process of its own, and what a router does between two of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+READY_S = 240.0
+END_S = 15.0
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+}
+ASK_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+class Server:
+    """One `vllm serve`; `ready` waits for it, `close` ends it and everything that it started."""
+
+    def __init__(self, name: str, model: Path, folder: Path, *options: str, connector: dict[str, Any] | None = None):
+        self.name = name
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / f"{name}.log"
+        command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(model), "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8"),
+            *("--kv-cache-memory-bytes", "67108864", *options),
+        ]
+        if connector is not None:
+            command += ["--kv-transfer-config", json.dumps(connector)]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **ENVIRONMENT},
+                start_new_session=True,  # so that its workers can be found by its process group
+            )
+        self.started_s = time.monotonic()
+
+    def ready(self) -> Server:
+        """Wait until it serves; AssertionError with the end of its log if it ends, or takes too long."""
+        while time.monotonic() - self.started_s < READY_S:
+            if self.process.poll() is not None:
+                raise AssertionError(f"{self.name} ended with {self.process.returncode}\n{self.tail()}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=1):
+                    return self
+            except OSError:
+                time.sleep(0.2)
+        raise AssertionError(f"{self.name} is not ready after {READY_S:g} s\n{self.tail()}")
+
+    def post(self, path: str, body: dict[str, Any], timeout_s: float = 90.0) -> dict[str, Any]:
+        """The answer's JSON; for an HTTP error its body, with `status` added."""
+        request = urllib.request.Request(
+            f"{self.url}{path}",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json", "X-Request-Id": f"test-{uuid.uuid4().hex[:12]}"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                return dict(json.load(answer))
+        except urllib.error.HTTPError as error:
+            return {"status": error.code, "error": error.read().decode(errors="replace")}
+
+    def complete(self, prompt: list[int] | str, tokens: int = 24, **extra: Any) -> dict[str, Any]:
+        """Greedy completion of exactly `tokens` tokens."""
+        body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        return self.post("/v1/completions", {**body, "return_token_ids": True, **extra})
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def tail(self, lines: int = 40) -> str:
+        return "\n".join(self.text().splitlines()[-lines:])
+
+    def kill(self) -> None:
+        """At once, as a crash would."""
+        kill_group(self.process.pid)
+        self.process.wait()
+
+    def close(self) -> None:
+        """As a user ends it; killed where that takes too long. No process of it is left."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                pass
+        self.kill()
+
+
+def kill_group(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def tokens_of(answer: dict[str, Any]) -> list[int]:
+    """The tokens of a completion; AssertionError with the whole answer where there are none."""
+    assert "choices" in answer, answer
+    return list(answer["choices"][0]["token_ids"])
+
+
+def prefill(server: Server, prompt: list[int] | str) -> dict[str, Any]:
+    """Run a prompt and return what the router passes on."""
+    answer = server.complete(prompt, 1, kv_transfer_params=dict(ASK_PREFILL))
+    assert answer.get("kv_transfer_params"), answer
+    return dict(answer["kv_transfer_params"])
+
+
+def disaggregated(source: Server, target: Server, prompt: list[int] | str, tokens: int = 24) -> dict[str, Any]:
+    """What a router does: the prompt to prefill, its parameters and the prompt to decode."""
+    return target.complete(prompt, tokens, kv_transfer_params=prefill(source, prompt))
