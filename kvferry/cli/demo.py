@@ -28,7 +28,7 @@ PROMPTS = (
 )
 EXIT_DIFFERENT = 1
 LAYOUTS = ("nhd", "hnd")
-TRANSPORTS = ("auto", "shm", "process_vm", "tcp")
+TRANSPORTS = ("auto", "shm", "process_vm", "tcp", "nixl")
 
 
 class Moving(msgspec.Struct, frozen=True):

@@ -15,26 +15,22 @@ import time
 from collections.abc import Callable
 from typing import Literal, Union
 
-import numpy as np
 import zmq
 
 from kvferry.errors import (
     DocumentError,
     IncompatibleError,
     KVFerryError,
-    PlanError,
     TransferAborted,
     TransferError,
     TransferRefused,
     TransferTimeout,
-    TransportError,
     Where,
 )
 from kvferry.layout.address import Address
 from kvferry.layout.document import Instance
 from kvferry.layout.request import Side, Wanted
 from kvferry.layout.validate import check_instance
-from kvferry.plan.dense import dense_copies
 from kvferry.session.events import (
     AbortCall,
     Action,
@@ -60,15 +56,13 @@ from kvferry.session.events import (
     SendCall,
     Watch,
     Write,
-    WriteFailed,
-    Written,
 )
 from kvferry.session.machine import Machine
 from kvferry.session.messages import GRANT_BYTES, MAX_MESSAGE_BYTES, Card, Peer, Role, decode, encode
 from kvferry.session.prepare import Preparer
 from kvferry.session.registry import Entry, Registry, require_loopback
-from kvferry.session.shell import LOG, JobThread, Rendezvous, open_death_watch, this_process
-from kvferry.transport.base import Peer as Link
+from kvferry.session.shell import LOG, JobThreads, Rendezvous, open_death_watch, this_process
+from kvferry.session.writing import Writer
 from kvferry.transport.base import open_transport
 from kvferry.transport.memory import HostMemory
 from kvferry.transport.staging import Staging
@@ -164,11 +158,10 @@ class Endpoint:
         self._dying: dict[Peer, float] = {}
         self._transfers: dict[tuple[Role, str], Transfer] = {}
         self._finished: list[Transfer] = []
-        self._writers: dict[Peer, JobThread] = {}
-        self._links: dict[Peer, Link] = {}
+        self._writers: dict[Peer, Writer] = {}
         self._cancelled: dict[str, threading.Event] = {}
         self._preparer = Preparer(rank, slot_bytes)
-        self._planner, self._lander = JobThread("planner"), JobThread("lander")
+        self._planner, self._lander = JobThreads("planner"), JobThreads("lander")
         self._closed = self._closing = False
         entry = Entry(instance.instance, self._me.generation, rank, world, address)
         self._rendezvous = Rendezvous(Registry(registry), entry, ttl_s, self._post)
@@ -238,7 +231,8 @@ class Endpoint:
 
     def links(self) -> dict[str, str]:
         """By peer that we have written to: which transport moves the bytes, and why that one."""
-        return {str(peer): f"{link.name}: {link.reason}" for peer, link in list(self._links.items())}
+        links = [(peer, writer.link) for peer, writer in list(self._writers.items())]
+        return {str(peer): f"{link.name}: {link.reason}" for peer, link in links if link is not None}
 
     def close(self) -> None:
         """Abort what runs, tell the peers, and give everything back."""
@@ -249,10 +243,10 @@ class Endpoint:
         self._rendezvous.close()
         self._post(None)
         self._thread.join()
-        jobs = [self._planner, self._lander, *self._writers.values()]
-        stopped = [job.close(CLOSE_S) for job in jobs]
-        for peer in list(self._links):  # a writer that was let go may still be closing its own
-            self._unlink(peer)
+        for threads in (self._planner, self._lander):
+            threads.end()
+        stopped = [threads.join(CLOSE_S) for threads in (self._planner, self._lander)]
+        stopped += [writer.close(CLOSE_S) for writer in self._writers.values()]
         self._transport.close()
         if all(stopped) and not self._machine.stats()["slots_quarantined"]:
             self._staging.close()
@@ -390,8 +384,9 @@ class Endpoint:
         elif isinstance(action, Write):
             cancelled = self._cancelled.setdefault(action.transfer, threading.Event())
             if action.peer not in self._writers:
-                self._writers[action.peer] = JobThread(f"writer-{action.peer.rank}")
-            self._writers[action.peer].put(lambda: self._write(action, cancelled))
+                parts = (self._transport, self._instance, self._worker, self._memory, self._answer)
+                self._writers[action.peer] = Writer(action.peer, *parts)
+            self._writers[action.peer].put(action, cancelled)
         elif isinstance(action, CancelWrites):
             self._cancelled.setdefault(action.transfer, threading.Event()).set()
         elif isinstance(action, Prepare):
@@ -445,7 +440,6 @@ class Endpoint:
             dealer.close(linger=0)
         writer = self._writers.pop(peer, None)
         if writer is not None:
-            writer.put(lambda: self._unlink(peer))
             writer.close(0.0)
 
     def _end(self, ended: Ended) -> None:
@@ -468,38 +462,6 @@ class Endpoint:
             return Scattered(job.transfer, job.peer, job.piece)
 
         self._answer(scatter, lambda error: ScatterFailed(job.transfer, job.peer, job.piece, error))
-
-    def _write(self, job: Write, cancelled: threading.Event) -> None:
-        def write() -> Event:
-            if cancelled.is_set():
-                raise TransportError("the transfer ended before this write began")
-            copies = dense_copies(self._worker, self._instance.group(job.chunk.box.group), job.chunk, job.tables)
-            if copies.total_bytes != job.nbytes:
-                raise PlanError(f"piece {job.piece} has {copies.total_bytes} bytes here, {job.nbytes} were granted")
-            link = self._links.get(job.peer)
-            if link is None:
-                link = self._links[job.peer] = self._transport.connect(job.export)
-                LOG.info("%s: writes to %s by %s (%s)", self._me, job.peer, link.name, link.reason)
-            slot = link.slot(job.address, job.nbytes)
-            if slot is not None:
-                self._memory.gather(copies, slot)
-            else:
-                data = np.empty(job.nbytes, np.uint8)
-                self._memory.gather(copies, data)
-                link.write(job.address, job.grant, data, job.timeout_s)
-            return Written(job.transfer, job.peer, job.piece, len(copies.lengths))
-
-        def failed(error: KVFerryError) -> Event:
-            if isinstance(error, TransportError):
-                self._unlink(job.peer)
-            return WriteFailed(job.transfer, job.peer, job.piece, error)
-
-        self._answer(write, failed)
-
-    def _unlink(self, peer: Peer) -> None:
-        link = self._links.pop(peer, None)
-        if link is not None:
-            link.close()
 
     def _answer(self, work: Callable[[], Event], failed: Callable[[KVFerryError], Event]) -> None:
         """Every job is answered, whatever happens in it: a slot waits for the answer."""

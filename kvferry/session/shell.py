@@ -19,22 +19,29 @@ LOG = logging.getLogger("kvferry.session")
 LOOKUP_S = 0.05
 
 
-class JobThread:
-    """Runs jobs in order. A job that raises is logged; the thread goes on."""
+class JobThreads:
+    """Take jobs in order. A job that raises is logged; its thread goes on."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, count: int = 1) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"kvferry-{name}", daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, name=f"kvferry-{name}", daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
 
     def put(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
 
-    def close(self, timeout_s: float) -> bool:
-        """Finish what is queued; False if that takes longer."""
-        self._jobs.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+    def end(self) -> None:
+        """The threads end when everything queued is done."""
+        for _ in self._threads:
+            self._jobs.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for them; False if that takes longer."""
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Optional, Protocol
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Literal, Optional, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 
-from kvferry.errors import TransportError
 from kvferry.layout.address import Address
 from kvferry.layout.document import Struct
 from kvferry.transport.copies import Bytes
 from kvferry.transport.staging import KEY_BYTES, Size, Slots, Staging
 
-NAMES = ("auto", "local", "shm", "process_vm", "tcp")
+NAMES = ("auto", "local", "shm", "process_vm", "tcp", "nixl")
 """What `open_transport` knows."""
 Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
@@ -37,6 +39,14 @@ class TcpCard(Struct, frozen=True):
     port: Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
 
 
+class NixlCard(Struct, frozen=True):
+    """What a NIXL agent needs to reach another one, and where the staging memory starts in that process."""
+
+    agent: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+    address: Address  # of the header page
+
+
 class Export(Struct, frozen=True):
     """What a peer needs to reach our staging. A way that is not offered is None."""
 
@@ -46,23 +56,29 @@ class Export(Struct, frozen=True):
     shm: Optional[LocalCard] = None
     process_vm: Optional[LocalCard] = None
     tcp: Optional[TcpCard] = None
+    nixl: Optional[NixlCard] = None
+
+
+Fill: TypeAlias = Callable[[Bytes], None]
+"""Puts all bytes of one write into the memory it is given."""
 
 
 class Peer(Protocol):
     """A target that we can write to. Thread-safe."""
 
     name: str
-    """The way that was chosen: shm, process_vm or tcp."""
+    """The way that was chosen: shm, process_vm, nixl or tcp."""
     reason: str
     """Why, with what was tried before."""
 
-    def write(self, address: Address, grant: bytes, data: Bytes, timeout_s: float) -> None:
-        """Block until `data` is visible in the target's slot at `address`. TransportError: whether bytes arrived is
-        unknown, and this peer may be of no further use.
-        """
+    def write(self, address: Address, grant: bytes, nbytes: int, fill: Fill, timeout_s: float) -> None:
+        """Block until the bytes that `fill` gives are visible in the target's slot at `address`.
 
-    def slot(self, address: Address, nbytes: int) -> Bytes | None:
-        """The target's slot mapped into this process, to write into directly; None where that can't be."""
+        `fill` gets `nbytes` bytes of memory: the slot itself where this process can reach it, else memory that the
+        bytes then leave from. Whatever it raises is passed on. TransportError: whether bytes arrived is unknown, and
+        this peer may be of no further use. Either way this write touches the target no more; where that can't be known
+        when `timeout_s` has passed, the call goes on until it is.
+        """
 
     def close(self) -> None:
         """Give everything back; may be called again."""
@@ -89,16 +105,52 @@ class Transport(Protocol):
         """Give everything back; may be called again."""
 
 
-def check_data(data: Bytes) -> Bytes:
-    if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
-        raise TransportError(f"only contiguous bytes can be written, got {data.dtype} values of shape {data.shape}")
-    return data
+class Outbox:
+    """Memory that chunks are gathered into before they leave. Buffers are used again: fresh ones cost page faults."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._lock = threading.Lock()
+        self._free: list[Bytes] = []
+        self._closed = False
+
+    @contextmanager
+    def filled(self, nbytes: int, fill: Fill) -> Iterator[Bytes]:
+        """`nbytes` bytes, filled. As many buffers are made as are used at once."""
+        with self._lock:
+            buffer = self._free.pop() if self._free else None
+        if buffer is None:
+            buffer = self._make()
+        try:
+            fill(buffer[:nbytes])
+            yield buffer[:nbytes]
+        finally:
+            with self._lock:
+                closed = self._closed
+                if not closed:
+                    self._free.append(buffer)
+            if closed:
+                self._drop(buffer)
+
+    def close(self) -> None:
+        """Buffers go when they are free."""
+        with self._lock:
+            self._closed = True
+            free, self._free = self._free, []
+        for buffer in free:
+            self._drop(buffer)
+
+    def _make(self) -> Bytes:
+        return np.empty(self._nbytes, np.uint8)
+
+    def _drop(self, buffer: Bytes) -> None:
+        """The buffer is not used again."""
 
 
 def open_transport(name: str, staging: Staging, host: str = "127.0.0.1") -> Transport:
-    """`name`: shm, process_vm, tcp, local (the first two) or auto (all): what is offered and what may be used.
+    """`name`: shm, process_vm, tcp, nixl, local (the first two) or auto (all): what is offered and what may be used.
 
-    `host` is bound by tcp, loopback only.
+    `host` is bound by tcp, loopback only. MissingExtra where `nixl` is asked for and not installed.
     """
     from kvferry.transport.select import SelectingTransport
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvferry.errors import TransportError, TransportUnavailable
 from kvferry.layout.address import U64, Address, Addresses
-from kvferry.transport.base import Export, LocalCard, check_data
+from kvferry.transport.base import Export, Fill, LocalCard, Outbox
 from kvferry.transport.copies import Bytes
 from kvferry.transport.memory import host_address
 from kvferry.transport.process import ProcessWatch, start_ticks
@@ -59,16 +59,13 @@ class ShmPeer:
             self.close()
             raise
 
-    def slot(self, address: Address, nbytes: int) -> Bytes:
+    def write(self, address: Address, grant: bytes, nbytes: int, fill: Fill, timeout_s: float) -> None:
         slot, offset = self._slots.place(address, nbytes)
         self._watch.check()
         file = self._bytes
         if file is None:
             raise TransportError("the connection is closed")
-        return slot_view(file, self._slots, slot)[offset : offset + nbytes]
-
-    def write(self, address: Address, grant: bytes, data: Bytes, timeout_s: float) -> None:
-        np.copyto(self.slot(address, check_data(data).nbytes), data)
+        fill(slot_view(file, self._slots, slot)[offset : offset + nbytes])
         self._watch.check()
 
     def close(self) -> None:
@@ -114,6 +111,7 @@ class ProcessVmPeer:
 
     def __init__(self, export: Export, card: LocalCard) -> None:
         self._slots = export.slots
+        self._outbox = Outbox(export.slots.slot_bytes)
         if not card.address.spans(_file_bytes(export, card)):
             raise TransportUnavailable(f"the staging at {card.address} passes 2**64")
         self._watch = ProcessWatch(card.pid, card.start_ticks)
@@ -132,13 +130,12 @@ class ProcessVmPeer:
             self.close()
             raise
 
-    def slot(self, address: Address, nbytes: int) -> None:
-        return None
-
-    def write(self, address: Address, grant: bytes, data: Bytes, timeout_s: float) -> None:
-        slot, offset = self._slots.place(address, check_data(data).nbytes)
+    def write(self, address: Address, grant: bytes, nbytes: int, fill: Fill, timeout_s: float) -> None:
+        slot, offset = self._slots.place(address, nbytes)
         remote = self._card.address.plus(HEADER_BYTES + slot * self._slots.stride_bytes + offset)
-        self._move("process_vm_writev", data, remote, time.monotonic() + timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        with self._outbox.filled(nbytes, fill) as data:
+            self._move("process_vm_writev", data, remote, deadline_s)
 
     def close(self) -> None:
         self._watch.close()

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from kvferry.errors import DocumentError, TransportError, TransportUnavailable
+from kvferry.errors import DocumentError, MissingExtra, TransportError, TransportUnavailable
 from kvferry.layout.document import decode_msgpack, encode_msgpack
 from kvferry.transport.base import Export, Peer
 from kvferry.transport.local import ProcessVmPeer, ShmPeer, local_card
+from kvferry.transport.nixl import Node, need_nixl
 from kvferry.transport.staging import Staging
 from kvferry.transport.tcp import Receiver, TcpPeer
 
-CONNECT: dict[str, Callable[[Export, Any], Peer]] = {"shm": ShmPeer, "process_vm": ProcessVmPeer, "tcp": TcpPeer}
 WAYS = {
-    "auto": ("shm", "process_vm", "tcp"),
+    "auto": ("shm", "process_vm", "nixl", "tcp"),
     "local": ("shm", "process_vm"),
     "shm": ("shm",),
     "process_vm": ("process_vm",),
     "tcp": ("tcp",),
+    "nixl": ("nixl",),
 }
+RDMA = Path("/sys/class/infiniband")
+"""Empty or absent where there is no RDMA device. NIXL then has nothing that the ways beside it don't do better."""
 
 
 class SelectingTransport:
-    """Offers and uses the ways that `name` stands for. Only tcp has something running at the target: its receiver."""
+    """Offers and uses the ways that `name` stands for.
+
+    At the target, tcp has a receiver and NIXL a thread that makes progress; shm and process_vm need nothing there.
+    """
 
     def __init__(self, name: str, staging: Staging, host: str = "127.0.0.1") -> None:
         if name not in WAYS:
@@ -31,7 +38,29 @@ class SelectingTransport:
         self.name = name
         self._ways = WAYS[name]
         self._staging = staging
+        self._absent: dict[str, str] = {}  # ways of `name` that can't be had here, and why
+        self._node = self._open_nixl() if "nixl" in self._ways else None
         self._receiver = Receiver(staging, host) if "tcp" in self._ways else None
+        self._connect: dict[str, Callable[[Export, Any], Peer]] = {
+            "shm": ShmPeer,
+            "process_vm": ProcessVmPeer,
+            "tcp": TcpPeer,
+        }
+        if self._node:
+            self._connect["nixl"] = self._node.connect
+
+    def _open_nixl(self) -> Node | None:
+        """None, with the reason kept, where `auto` does without."""
+        if self.name == "auto":
+            if not (RDMA.is_dir() and any(RDMA.iterdir())):
+                self._absent["nixl"] = "left out, no RDMA device here"
+                return None
+            try:
+                need_nixl()
+            except MissingExtra as error:
+                self._absent["nixl"] = str(error)
+                return None
+        return Node(self._staging)
 
     def export(self) -> bytes:
         local = local_card(self._staging)
@@ -42,14 +71,19 @@ class SelectingTransport:
             shm=local if "shm" in self._ways else None,
             process_vm=local if "process_vm" in self._ways else None,
             tcp=self._receiver.card if self._receiver else None,
+            nixl=self._node.card if self._node else None,
         )
         return encode_msgpack(card)
 
     def grant(self, grant: bytes, slot: int, nbytes: int) -> None:
+        if self._node:
+            self._node.grant(grant)
         if self._receiver:
             self._receiver.grant(grant, slot, nbytes)
 
     def revoke(self, grant: bytes) -> None:
+        if self._node:
+            self._node.revoke(grant)
         if self._receiver:
             self._receiver.revoke(grant)
 
@@ -59,11 +93,12 @@ class SelectingTransport:
         tried = []
         for way in self._ways:
             card = getattr(known, way)
-            if card is None:
-                tried.append(f"{way}: not offered by the peer")
+            problem = self._absent.get(way) or ("" if card is not None else "not offered by the peer")
+            if problem:
+                tried.append(f"{way}: {problem}")
                 continue
             try:
-                peer = CONNECT[way](known, card)
+                peer = self._connect[way](known, card)
             except TransportError as error:
                 tried.append(f"{way}: {error}")
                 continue
@@ -72,5 +107,7 @@ class SelectingTransport:
         raise TransportUnavailable(f"no way to the peer over {self.name!r}: {'; '.join(tried)}")
 
     def close(self) -> None:
+        if self._node:
+            self._node.close()
         if self._receiver:
             self._receiver.close()

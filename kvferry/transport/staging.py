@@ -95,12 +95,17 @@ class Staging:
     def slot_bytes(self) -> int:
         return self.layout.slot_bytes
 
+    @property
+    def memory(self) -> Bytes:
+        """Header page and slots."""
+        if self._bytes is None:
+            raise TransportError("the staging memory is closed")
+        return self._bytes
+
     def view(self, slot: int) -> Bytes:
         """The bytes of a slot. The memory stays mapped as long as such a view lives."""
         self.layout.address(slot)
-        if self._bytes is None:
-            raise TransportError("the staging memory is closed")
-        return slot_view(self._bytes, self.layout, slot)
+        return slot_view(self.memory, self.layout, slot)
 
     def address(self, slot: int) -> Address:
         """What peers call the first byte of a slot."""

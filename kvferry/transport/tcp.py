@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import TransportError, TransportUnavailable
 from kvferry.layout.address import Address
-from kvferry.transport.base import Export, TcpCard, check_data
+from kvferry.transport.base import Export, Fill, Outbox, TcpCard
 from kvferry.transport.copies import Bytes
 from kvferry.transport.staging import Staging
 
@@ -202,6 +202,7 @@ class TcpPeer:
 
     def __init__(self, export: Export, card: TcpCard) -> None:
         self._slots = export.slots
+        self._outbox = Outbox(export.slots.slot_bytes)
         self._lock = threading.Lock()
         where = f"{card.host}:{card.port}"
         try:
@@ -215,15 +216,16 @@ class TcpPeer:
             self._socket.close()
             raise TransportUnavailable(f"{where} does not answer as the staging memory's owner: {error}") from None
 
-    def slot(self, address: Address, nbytes: int) -> None:
-        return None
-
-    def write(self, address: Address, grant: bytes, data: Bytes, timeout_s: float) -> None:
-        self._slots.place(address, check_data(data).nbytes)  # the target checks again; this keeps the connection
+    def write(self, address: Address, grant: bytes, nbytes: int, fill: Fill, timeout_s: float) -> None:
+        self._slots.place(address, nbytes)  # the target checks again; this keeps the connection
         if not 1 <= len(grant) <= GRANT_BYTES_MAX:
             raise TransportError(f"a grant has 1 … {GRANT_BYTES_MAX} bytes, got {len(grant)}")
         deadline_s = time.monotonic() + timeout_s
-        if not self._lock.acquire(timeout=max(0.0, timeout_s)):
+        with self._outbox.filled(nbytes, fill) as data:
+            self._put(address, grant, data, timeout_s, deadline_s)
+
+    def _put(self, address: Address, grant: bytes, data: Bytes, timeout_s: float, deadline_s: float) -> None:
+        if not self._lock.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
             raise TransportError(f"write of {data.nbytes} bytes: earlier writes took all of its {timeout_s} s")
         try:
             self._exchange(WRITE, grant, address, data.data, deadline_s)

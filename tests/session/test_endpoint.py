@@ -8,6 +8,7 @@ from kvferry.layout.address import Address
 from kvferry.session.registry import RegistryServer
 from tests.session.crew import Crew, Pair, RemoteError, every, open_all, open_pair, start
 from tests.session.pools import DIM, HIGH_BASE, Shape
+from tests.transport.installed import TRANSPORTS
 
 STAGING_BASE = Address(0xFFFF_8000_0000_0000)
 
@@ -50,7 +51,7 @@ def test_every_byte_lands_where_its_cell_belongs(case: str, crew: Crew, registry
     cross(open_pair(crew, registry, *SHAPES[case]))
 
 
-@pytest.mark.parametrize("transport", ["shm", "process_vm", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("target_tp", [1, 2], ids=["F1 equal TP", "F2 mismatched TP"])
 def test_addresses_with_bit_63_set(transport: str, target_tp: int, crew: Crew, registry: str) -> None:
     """F1, F2: pools and landing memory in an emulated device address space."""
@@ -58,7 +59,7 @@ def test_addresses_with_bit_63_set(transport: str, target_tp: int, crew: Crew, r
     cross(open_pair(crew, registry, *shapes, transport=transport, staging_base=STAGING_BASE))
 
 
-@pytest.mark.parametrize("transport", ["local", "shm", "process_vm", "tcp"])
+@pytest.mark.parametrize("transport", ["local", *TRANSPORTS])
 def test_every_transport(transport: str, crew: Crew, registry: str) -> None:
     pair = open_pair(crew, registry, Shape(tp=2, order="hnd"), Shape(tp=1, page_tokens=6), transport=transport)
     cross(pair)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from kvferry.layout.address import Address
@@ -74,6 +75,22 @@ class Target:
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.join()
+
+
+def pause(pid: int) -> None:
+    """Stop the process, and wait until each of its threads stands still: the signal alone only asks for it."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    while not all(_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()):
+        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        time.sleep(0.005)
+
+
+def _stopped(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # the thread has ended
+        return True
 
 
 @contextmanager

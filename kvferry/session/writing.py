@@ -1,0 +1,82 @@
+"""Writing to one peer: the link, and two threads, so that one piece is gathered while another is on the wire."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from kvferry.errors import KVFerryError, PlanError, TransportError
+from kvferry.layout.document import Instance, Worker
+from kvferry.plan.dense import dense_copies
+from kvferry.session.events import Write, WriteFailed, Written
+from kvferry.session.messages import Peer
+from kvferry.session.shell import LOG, JobThreads
+from kvferry.transport.base import Peer as Link
+from kvferry.transport.base import Transport
+from kvferry.transport.memory import HostMemory
+
+Answer = Callable[[Callable[[], Written], Callable[[KVFerryError], WriteFailed]], None]
+"""Runs the first; what it raises goes through the second. What comes out is posted to the control thread."""
+THREADS = 2
+
+
+class Writer:
+    """Gathers pieces from the pages of `worker` and writes them to one peer; connects when the first one comes."""
+
+    def __init__(
+        self, peer: Peer, transport: Transport, instance: Instance, worker: Worker, memory: HostMemory, answer: Answer
+    ) -> None:
+        self._peer, self._transport, self._answer = peer, transport, answer
+        self._instance, self._worker, self._memory = instance, worker, memory
+        self._changing = threading.Lock()
+        self.link: Link | None = None
+        self._closed = False
+        self._threads = JobThreads(f"writer-{peer.rank}", THREADS)
+
+    def put(self, job: Write, cancelled: threading.Event) -> None:
+        """`cancelled`: set when the transfer has ended; a write that has not begun then must not begin."""
+        self._threads.put(lambda: self._answer(partial(self._write, job, cancelled), partial(self._failed, job)))
+
+    def close(self, timeout_s: float) -> bool:
+        """Finish what is queued, then hang up; False if that takes longer, and it goes on then."""
+        self._threads.end()
+        ended = self._threads.join(timeout_s)
+        with self._changing:
+            self._closed = True
+            link, self.link = self.link, None
+        if link is not None:
+            link.close()
+        return ended
+
+    def _write(self, job: Write, cancelled: threading.Event) -> Written:
+        if cancelled.is_set():
+            raise TransportError("the transfer ended before this write began")
+        copies = dense_copies(self._worker, self._instance.group(job.chunk.box.group), job.chunk, job.tables)
+        if copies.total_bytes != job.nbytes:
+            raise PlanError(f"piece {job.piece} has {copies.total_bytes} bytes here, {job.nbytes} were granted")
+        link = self._connect(job.export)
+        try:
+            link.write(job.address, job.grant, job.nbytes, partial(self._memory.gather, copies), job.timeout_s)
+        except TransportError:
+            self._hang_up(link)
+            raise
+        return Written(job.transfer, job.peer, job.piece, len(copies.lengths))
+
+    def _failed(self, job: Write, error: KVFerryError) -> WriteFailed:
+        return WriteFailed(job.transfer, job.peer, job.piece, error)
+
+    def _connect(self, export: bytes) -> Link:
+        with self._changing:
+            if self._closed:
+                raise TransportError(f"the line to {self._peer} is closed")
+            if self.link is None:
+                self.link = self._transport.connect(export)
+                LOG.info("writes to %s by %s (%s)", self._peer, self.link.name, self.link.reason)
+            return self.link
+
+    def _hang_up(self, link: Link) -> None:
+        with self._changing:
+            if self.link is link:
+                self.link = None
+        link.close()

@@ -1,0 +1,257 @@
+"""NIXL over UCX: one agent per endpoint writes to others' staging memory and makes progress for those that write here.
+
+Facts that this file stands on (docs/transports.md has the measurements): releasing a transfer does not cancel it, so a
+write is over only when NIXL says so; without NIXL's own progress thread, which burns a core, both sides have to make
+progress themselves; an agent is used by one thread at a time; descriptors are unsigned 64-bit arrays, never tuples.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import MissingExtra, TransportError, TransportUnavailable
+from kvferry.layout.address import Address, Addresses
+from kvferry.transport.base import Export, Fill, NixlCard, Outbox
+from kvferry.transport.copies import Bytes
+from kvferry.transport.memory import host_address
+from kvferry.transport.staging import HEADER_BYTES, KEY_BYTES, MAGIC, PROBE_OFFSET, Staging
+
+LOG = logging.getLogger("kvferry.transport")
+MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
+HOST_MEMORY = "DRAM"
+BUSY_S, IDLE_S = 0.0005, 0.02
+"""Between two rounds of progress, while somebody has leave to write here and otherwise."""
+SHORTEST_WAIT_S, LONGEST_WAIT_S = 20e-6, 1e-3
+"""Between two looks at a write of ours: it starts short, since most writes have ended by then."""
+LATE_WAIT_S = 0.05
+CONNECT_S = 10.0
+CLOSE_S = 2.0
+T = TypeVar("T")
+_environment = threading.Lock()
+
+
+def need_nixl() -> ModuleType:
+    """NIXL's Python interface. MissingExtra where it isn't installed."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it would tell of each agent on stdout
+    for name in MODULES:
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise MissingExtra("nixl is not installed; pip install --no-deps nixl-cu12")
+
+
+class Agent:
+    """A NIXL agent with a name of its own, used by one thread at a time. Its errors become TransportError."""
+
+    def __init__(self) -> None:
+        api = need_nixl()
+        self.name = f"kvferry-{secrets.token_hex(8)}"
+        self._lock = threading.Lock()
+        with _loopback_only():
+            config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+            self._agent: Any = api.nixl_agent(self.name, config)
+
+    def call(self, what: str, use: Callable[[Any], T]) -> T:
+        """`use(agent)`, alone."""
+        with self._lock:
+            if self._agent is None:
+                raise TransportError(f"nixl: {what}: the agent is closed")
+            try:
+                return use(self._agent)
+            except Exception as error:  # NIXL's errors have no common base
+                raise TransportError(f"nixl: {what}: {type(error).__name__}: {error}") from None
+
+    def register(self, memory: Bytes) -> Any:
+        rows = [(host_address(memory).value, memory.nbytes, 0, "")]
+        return self.call("register memory", lambda a: a.register_memory(a.get_reg_descs(rows, HOST_MEMORY)))
+
+    def close(self) -> None:
+        """The end of the agent is the end of its writes over tcp; where it hangs in a call it is left to itself."""
+        if not self._lock.acquire(timeout=CLOSE_S):
+            LOG.warning("nixl: agent %s hangs in a call and can't be closed", self.name)
+            return
+        self._agent = None
+        self._lock.release()
+
+
+class Node:
+    """This endpoint's agent: its staging memory is registered, and a thread makes progress for those that write."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._agent = Agent()
+        self._staging = staging
+        self._grants: set[bytes] = set()
+        self._wake = threading.Event()
+        self._closed = False
+        memory = staging.memory
+        registered = self._agent.register(memory)
+        metadata = self._agent.call("export", lambda a: a.get_partial_agent_metadata(registered, True, ["UCX"]))
+        self.card = NixlCard(self._agent.name, metadata, host_address(memory))
+        self._thread = threading.Thread(target=self._progress, name="kvferry-nixl", daemon=True)
+        self._thread.start()
+
+    def grant(self, grant: bytes) -> None:
+        self._grants.add(grant)
+        self._wake.set()
+
+    def revoke(self, grant: bytes) -> None:
+        self._grants.discard(grant)
+
+    def connect(self, export: Export, card: NixlCard) -> NixlPeer:
+        return NixlPeer(self._agent, export, card)
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake.set()
+        self._thread.join()
+        self._agent.close()
+
+    def _progress(self) -> None:
+        while not self._closed:
+            try:
+                self._agent.call("progress", lambda agent: agent.get_new_notifs())
+            except TransportError as error:
+                LOG.warning("%s", error)
+                time.sleep(IDLE_S)
+            if self._grants:
+                time.sleep(BUSY_S)
+            else:
+                self._wake.wait(IDLE_S)
+                self._wake.clear()
+
+
+class NixlPeer:
+    """A target's staging, written by our agent."""
+
+    name = "nixl"
+    reason = ""
+
+    def __init__(self, agent: Agent, export: Export, card: NixlCard) -> None:
+        self._agent, self._slots, self._card = agent, export.slots, card
+        if not card.address.spans(HEADER_BYTES + export.slots.total_bytes):
+            raise TransportUnavailable(f"the staging at {card.address} passes 2**64")
+        self._outbox = RegisteredOutbox(agent, max(export.slots.slot_bytes, HEADER_BYTES))
+        self._closed = False
+        try:
+            found = agent.call("add the peer", lambda a: a.add_remote_agent(card.metadata))
+            if _text(found) != card.agent:
+                raise TransportUnavailable(f"the metadata is of agent {_text(found)!r}, expected {card.agent!r}")
+            self._probe(export.key)
+        except TransportError as error:
+            self.close()
+            raise TransportUnavailable(str(error)) from None
+
+    def write(self, address: Address, grant: bytes, nbytes: int, fill: Fill, timeout_s: float) -> None:
+        slot, offset = self._slots.place(address, nbytes)
+        if self._closed:
+            raise TransportError("the connection is closed")
+        remote = self._card.address.plus(HEADER_BYTES + slot * self._slots.stride_bytes + offset)
+        deadline_s = time.monotonic() + timeout_s
+        with self._outbox.filled(nbytes, fill) as data:
+            if nbytes:
+                self._move("WRITE", data, remote, timeout_s, deadline_s)
+
+    def close(self) -> None:
+        """No new write begins. One that is under way goes on until NIXL says that it has ended."""
+        if not self._closed:
+            self._closed = True
+            self._outbox.close()
+
+    def _probe(self, key: bytes) -> None:
+        """Read the key there and write it beside, as a first sign of life in both directions."""
+        deadline_s = time.monotonic() + CONNECT_S
+        signature = MAGIC + key
+        with self._outbox.filled(len(signature), lambda out: out.fill(0)) as data:
+            self._move("READ", data, self._card.address, CONNECT_S, deadline_s)
+            if data.tobytes() != signature:
+                raise TransportUnavailable("the memory found there has another key")
+        with self._outbox.filled(KEY_BYTES, lambda out: np.copyto(out, np.frombuffer(key, np.uint8))) as data:
+            self._move("WRITE", data, self._card.address.plus(PROBE_OFFSET), CONNECT_S, deadline_s)
+
+    def _move(self, operation: str, data: Bytes, remote: Address, timeout_s: float, deadline_s: float) -> None:
+        local, there = (_descriptors(a, data.nbytes) for a in (host_address(data), remote))
+
+        def post(agent: Any) -> tuple[Any, str]:
+            ours, theirs = (agent.get_xfer_descs(rows, HOST_MEMORY) for rows in (local, there))
+            handle = agent.initialize_xfer(operation, ours, theirs, self._card.agent)
+            return handle, agent.transfer(handle)
+
+        handle, state = self._agent.call(f"{operation.lower()} {data.nbytes} bytes at {remote}", post)
+        try:
+            self._finish(handle, state, f"{operation.lower()} of {data.nbytes} bytes", timeout_s, deadline_s)
+        finally:
+            self._agent.call("release", lambda agent: agent.release_xfer_handle(handle))
+
+    def _finish(self, handle: Any, state: str, what: str, timeout_s: float, deadline_s: float) -> None:
+        """Wait for the end, also of a write that is late: until then it may still touch the target."""
+        wait_s = SHORTEST_WAIT_S
+        late = False
+        while state == "PROC":
+            time.sleep(wait_s)
+            late = late or time.monotonic() > deadline_s
+            wait_s = LATE_WAIT_S if late else min(2 * wait_s, LONGEST_WAIT_S)
+            state = self._agent.call(what, lambda agent: agent.check_xfer_state(handle))
+        if state != "DONE":
+            raise TransportError(f"nixl: {what}: ended as {state}")
+        if late:
+            raise TransportError(f"nixl: {what}: not done within {timeout_s:g} s")
+
+
+class RegisteredOutbox(Outbox):
+    """Buffers that NIXL knows: registered when they are made, given back when the outbox is closed."""
+
+    def __init__(self, agent: Agent, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self._agent = agent
+        self._registered: dict[int, Any] = {}  # by address
+
+    def _make(self) -> Bytes:
+        buffer = super()._make()
+        self._registered[host_address(buffer).value] = self._agent.register(buffer)
+        return buffer
+
+    def _drop(self, buffer: Bytes) -> None:
+        registered = self._registered.pop(host_address(buffer).value)
+        try:
+            self._agent.call("deregister memory", lambda agent: agent.deregister_memory(registered))
+        except TransportError as error:  # the agent, and with it the registration, is gone
+            LOG.debug("%s", error)
+
+
+def _descriptors(address: Address, nbytes: int) -> npt.NDArray[np.uint64]:
+    """One row of (address, bytes, device)."""
+    return np.stack([Addresses([address]).u64, *np.array([[nbytes], [0]], np.uint64)], axis=1)
+
+
+def _text(name: bytes | str) -> str:
+    return name.decode(errors="replace") if isinstance(name, bytes) else name
+
+
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    """UCX listens on every network unless it is told; without keys that must be loopback, unless the user says where.
+
+    It reads its environment when an agent is made, and only then.
+    """
+    with _environment:
+        if "UCX_NET_DEVICES" in os.environ:
+            yield
+            return
+        os.environ["UCX_NET_DEVICES"] = "lo"
+        try:
+            yield
+        finally:
+            del os.environ["UCX_NET_DEVICES"]
