@@ -37,7 +37,8 @@ def read_options(extra: Mapping[str, Any]) -> Options:
     except msgspec.ValidationError as error:
         problem, _, place = str(error).partition(" - at `$.")
         name = place.rstrip("`")
-        raise DocumentError(f"{FIELD}.{name}" if name else FIELD, problem.replace("`", "")) from None
+        problem = problem[:1].lower() + problem[1:].replace("`", "")
+        raise DocumentError(f"{FIELD}.{name}" if name else FIELD, problem) from None
     if options.registry:
         try:
             Registry(options.registry)

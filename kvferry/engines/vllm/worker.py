@@ -147,7 +147,7 @@ class WorkerSide:
         self._given_up.discard(transfer)
         if order.start == order.stop:
             if transfer.error is not None:
-                LOG.warning("kvferry: request %s: prefill was not told: %s", order.request, transfer.error)
+                LOG.info("kvferry: request %s: prefill was not told: %s", order.request, transfer.error)
         elif transfer.error is not None and not given_up:
             self._fail(order, str(transfer.error))
         else:

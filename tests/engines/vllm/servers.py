@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,12 +13,14 @@ import time
 import urllib.error
 import urllib.request
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
 READY_S = 240.0
 END_S = 15.0
+STAGING = "memfd:kvferry-staging"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -41,7 +44,7 @@ class Server:
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port)),
             *("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8"),
-            *("--kv-cache-memory-bytes", "67108864", *options),
+            *("--kv-cache-memory-bytes", "67108864", "--shutdown-timeout", "5", *options),
         ]
         if connector is not None:
             command += ["--kv-transfer-config", json.dumps(connector)]
@@ -51,7 +54,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **ENVIRONMENT},
+                env={**os.environ, **ENVIRONMENT, "VLLM_RPC_BASE_PATH": str(folder), "TMPDIR": str(folder)},
                 start_new_session=True,  # so that its workers can be found by its process group
             )
         self.started_s = time.monotonic()
@@ -81,10 +84,12 @@ class Server:
         except urllib.error.HTTPError as error:
             return {"status": error.code, "error": error.read().decode(errors="replace")}
 
-    def complete(self, prompt: list[int] | str, tokens: int = 24, **extra: Any) -> dict[str, Any]:
-        """Greedy completion of exactly `tokens` tokens."""
+    def complete(
+        self, prompt: list[int] | str, tokens: int = 24, timeout_s: float = 90.0, **extra: Any
+    ) -> dict[str, Any]:
+        """Greedy completion of exactly `tokens` tokens. TimeoutError, and the connection closed, after `timeout_s`."""
         body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        return self.post("/v1/completions", {**body, "return_token_ids": True, **extra})
+        return self.post("/v1/completions", {**body, "return_token_ids": True, **extra}, timeout_s)
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
@@ -106,6 +111,39 @@ class Server:
             except subprocess.TimeoutExpired:
                 pass
         self.kill()
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """AssertionError where a vLLM process, or landing memory in any process, is there afterwards that wasn't before.
+
+    A vLLM that is killed leaves names in /dev/shm; those that no process maps any more are removed.
+    """
+    before, names = _living(), set(os.listdir("/dev/shm"))
+    yield
+    assert _living() - before == set()
+    for name in set(os.listdir("/dev/shm")) - names:
+        if not any(f"/dev/shm/{name}" in maps for maps in _each_process("maps").values()):
+            Path("/dev/shm", name).unlink(missing_ok=True)
+
+
+def _living() -> set[str]:
+    """Processes that are vLLM's, and all that hold landing memory."""
+    serving = {
+        f"{process}: {command[:100]}"
+        for process, command in _each_process("cmdline").items()
+        if "vllm.entrypoints" in command or command.startswith("VLLM::")
+    }
+    landing = {f"{process}: maps kvferry-staging" for process, maps in _each_process("maps").items() if STAGING in maps}
+    return serving | landing
+
+
+def _each_process(file: str) -> dict[str, str]:
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found[process.name] = (process / file).read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return found
 
 
 def kill_group(group: int) -> None:
