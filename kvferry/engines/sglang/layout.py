@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvferry.errors import EngineError
 from kvferry.layout.address import Address
 from kvferry.layout.document import TOKEN, Buffer, Group, Instance, Mode, Pool, Region, Worker
-from kvferry.layout.presets import tp_heads
+from kvferry.layout.presets import Segments, tp_heads
 from kvferry.layout.tensors import TensorView
 from kvferry.layout.validate import check_instance
 
@@ -77,7 +77,7 @@ class Described:
     pools: tuple[Pool, ...]
 
 
-def describe_cache(cache: Cache, tp_rank: int, tp_size: int) -> Described:
+def describe_cache(cache: Cache, tp_rank: int, tp_size: int) -> list[Described]:
     """One group per width of a token, so that K and V of different width are two groups with one page table.
 
     EngineError names what a tensor says and what was expected of it.
@@ -85,50 +85,62 @@ def describe_cache(cache: Cache, tp_rank: int, tp_size: int) -> Described:
     by_width: dict[int, list[str]] = {}
     for part, views in cache.tensors.items():
         by_width.setdefault(views[0].shape[-1], []).append(part)
-    groups: list[Group] = []
-    regions: list[Region] = []
-    pools: list[Pool] = []
-    for width, parts in by_width.items():
-        name = cache.kind.group if len(by_width) == 1 else f"{cache.kind.group}.{'.'.join(parts)}"
-        sizes = {"head": cache.heads, "dim": width}
-        axes = {axis: sizes[axis] for axis in cache.kind.axes if axis}
-        constants: dict[str, str | float | int | bool | None] = {"page_tokens": cache.page_tokens}
-        every = tuple(range(cache.model_layers))
-        groups.append(Group(name, "token", cache.dtype, every, tuple(parts), axes, constants=constants))
-        owned = {"head": tp_heads(cache.heads, tp_size, tp_rank)} if "head" in axes else {}
-        local = [sum(b - a for a, b in owned["head"]) if axis == "head" else sizes.get(axis, 1)
-                 for axis in cache.kind.axes]  # fmt: skip
-        first = cache.tensors[parts[0]][0]
-        buffers = []
-        for part in parts:
-            for layer, view, listed in zip(cache.layers, cache.tensors[part], cache.registered[part]):
-                _check_tensor(f"layer {layer}, part {part!r}", view, listed, first, local, cache.page_tokens)
-                buffers.append(Buffer(layer, part, len(regions), 0, listed.items))
-                regions.append(Region(listed.address, listed.bytes, view.memory, view.device))
-        modes = _modes(cache, first, local)
-        page_bytes = cache.page_tokens * first.strides_bytes[0]
-        pools.append(Pool(name, cache.page_tokens, page_bytes, modes, tuple(buffers), KV_TABLE, dict(owned)))
-    return Described(tuple(groups), tuple(regions), tuple(pools))
+    owned = tp_heads(cache.heads, tp_size, tp_rank)
+    group = cache.kind.group
+    return [
+        _describe_width(cache, group if len(by_width) == 1 else f"{group}.{'.'.join(parts)}", width, parts, owned)
+        for width, parts in by_width.items()
+    ]
 
 
-def _modes(cache: Cache, view: TensorView, local: Sequence[int]) -> tuple[Mode, ...]:
-    inner = zip(cache.kind.axes, local, view.strides_bytes[1:])
-    token = Mode(TOKEN, cache.page_tokens, view.strides_bytes[0])
-    return (token, *(Mode(axis, extent, stride) for axis, extent, stride in inner if axis))
+def _describe_width(cache: Cache, name: str, width: int, parts: Sequence[str], owned: Segments) -> Described:
+    named = [axis for axis in cache.kind.axes if axis]
+    whole = {"head": cache.heads, "dim": width}
+    group = Group(
+        name,
+        "token",
+        cache.dtype,
+        tuple(range(cache.model_layers)),
+        tuple(parts),
+        {axis: whole[axis] for axis in named},
+        constants={"page_tokens": cache.page_tokens},
+    )
+    local = {"": 1, "head": sum(stop - start for start, stop in owned), "dim": width}
+    slot = [local[axis] for axis in cache.kind.axes]
+    first = cache.tensors[parts[0]][0]
+    places = [
+        (layer, part, view, listed)
+        for part in parts
+        for layer, view, listed in zip(cache.layers, cache.tensors[part], cache.registered[part])
+    ]
+    for layer, part, view, listed in places:
+        _check_tensor(f"layer {layer}, part {part!r}", view, listed, first, slot, cache.page_tokens)
+    strides = dict(zip(cache.kind.axes, first.strides_bytes[1:]))
+    modes = [Mode(TOKEN, cache.page_tokens, first.strides_bytes[0])]
+    modes += [Mode(axis, local[axis], strides[axis]) for axis in named]
+    pool = Pool(
+        name,
+        cache.page_tokens,
+        cache.page_tokens * first.strides_bytes[0],
+        tuple(modes),
+        tuple(Buffer(layer, part, i, 0, listed.items) for i, (layer, part, _, listed) in enumerate(places)),
+        table=KV_TABLE,
+        owned={"head": owned} if "head" in named else {},
+    )
+    regions = tuple(Region(listed.address, listed.bytes, view.memory, view.device) for *_, view, listed in places)
+    return Described((group,), regions, (pool,))
 
 
 def _check_tensor(
-    where: str, view: TensorView, listed: Registered, first: TensorView, page: tuple[int, list[int]]
+    where: str, view: TensorView, listed: Registered, first: TensorView, slot: list[int], page_tokens: int
 ) -> None:
-    """A tensor must be what KVArgs lists, of the expected shape, and strided as the first of its group."""
-    page_tokens, slot = page
-    page_bytes = page_tokens * view.strides_bytes[0]
+    """A tensor must be what KVArgs lists, with slots of the expected shape, strided as the first of its group."""
     for what, found, expected in (
         ("shape of a slot", list(view.shape[1:]), slot),
         ("strides", view.strides_bytes, first.strides_bytes),
         ("address", view.address, listed.address),
-        ("bytes of a page", page_bytes, listed.item_bytes),
-        ("whole pages in bytes", max(view.span_bytes, listed.bytes), view.span_bytes),
+        ("bytes of a page", page_tokens * view.strides_bytes[0], listed.item_bytes),
+        ("bytes, at least", min(view.span_bytes, listed.bytes), listed.bytes),
     ):
         if found != expected:
             raise EngineError(

@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
@@ -36,6 +37,7 @@ from kvferry.transport.memory import HostMemory
 LOG = logging.getLogger(__name__)
 END_S = 10.0
 """How long the scheduler waits for a failed transfer to let go of its pages; it takes milliseconds."""
+LISTEN_MS = 500
 
 
 class KVFerryManager(CommonKVManager):
@@ -72,10 +74,12 @@ class KVFerryManager(CommonKVManager):
         self.transfer_timeout_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
         # the first thing that the outside hears of us is the registration that this ends with
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self._closing = threading.Event()
         if disaggregation_mode == DisaggregationMode.PREFILL:
-            threading.Thread(target=self._listen, name="kvferry-rooms", daemon=True).start()
+            self._thread = threading.Thread(target=self._listen, name="kvferry-rooms", daemon=True)
+            self._thread.start()
         else:
-            self._start_heartbeat_checker_thread()
+            self._thread = self._start_heartbeat_checker_thread()
 
     def _describe(self, args: Any, server_args: Any, parallel: Any) -> Instance:
         model = process_model_config()
@@ -83,7 +87,7 @@ class KVFerryManager(CommonKVManager):
         cache = read_cache(args.kvferry_pool, args, model.num_hidden_layers, model.get_total_num_kv_heads())
         rows = registered(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
         rank, size = parallel.attn_tp_rank, parallel.attn_tp_size
-        return document(self.home.instance, name, rank, [describe_cache(cache, rank, size), describe_rows(rows)])
+        return document(self.home.instance, name, rank, [*describe_cache(cache, rank, size), describe_rows(rows)])
 
     def _dump(self, args: Any) -> None:
         if self.options.dump is None:
@@ -179,15 +183,29 @@ class KVFerryManager(CommonKVManager):
             if transfer.state == "running":
                 LOG.error("%s; its pages may still be read or written", error)
 
+    def teardown(self) -> None:
+        """Give everything back. A scheduler that is killed leaves nothing behind either: peers see its end."""
+        self._closing.set()
+        if self.disaggregation_mode == DisaggregationMode.DECODE:
+            self._heartbeat_shutdown.set()
+        self._thread.join()
+        self.server_socket.close(linger=0)
+        self.endpoint.close()
+        if self._registry_server is not None:
+            self._registry_server.close()
+
     # prefill: decode's words
 
     def _listen(self) -> None:
-        while True:
-            frames = self.server_socket.recv_multipart()
+        while not self._closing.is_set():
             try:
-                self.rooms.hear(decode(frames))
+                if self.server_socket.poll(LISTEN_MS):
+                    self.rooms.hear(decode(self.server_socket.recv_multipart()))
             except DocumentError as error:
                 LOG.warning("message on the room socket refused: %s", str(error)[:400])
+            except Exception:
+                LOG.exception("internal error while reading the room socket")
+                time.sleep(0.1)
 
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
         home = {"instance": self.home.instance, "registry": self.home.registry}

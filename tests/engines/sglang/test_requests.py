@@ -1,0 +1,243 @@
+"""The life of a request through the backend's managers, senders and receivers: refusals, aborts, rooms, junk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+pytestmark = [pytest.mark.slow, pytest.mark.sglang]
+pytest.importorskip("sglang", reason="sglang is not importable")
+
+from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: E402
+from sglang.srt.disaggregation.common.conn import KVTransferError  # noqa: E402
+from sglang.srt.disaggregation.utils import DisaggregationMode  # noqa: E402
+
+from kvferry.engines.sglang import manager as manager_module  # noqa: E402
+from kvferry.engines.sglang.receiver import KVFerryReceiver  # noqa: E402
+from kvferry.engines.sglang.sender import KVFerrySender  # noqa: E402
+from kvferry.errors import EngineError  # noqa: E402
+from kvferry.layout.document import Mode  # noqa: E402
+from tests.engines.sglang.rig import Rank, Rig, open_rig, start_side, wait_for  # noqa: E402
+
+PAGES = [3, 7, 1]
+
+
+@pytest.fixture
+def rig(model: Path, free_port: int) -> Iterator[Rig]:
+    with open_rig(model, 1, 1, 16, free_port) as rig:
+        yield rig
+
+
+def receiver(rig: Rig, room: int, metadata: bool = True) -> KVFerryReceiver:
+    rank = rig.decode[0]
+    made = rig.run(rank, KVFerryReceiver, rank.manager, rig.address, room)
+    assert rig.run(rank, rank.manager.try_ensure_parallel_info, rig.address)
+    rig.run(rank, made.init, 0)
+    if metadata:
+        rig.run(rank, made.send_metadata, np.array(PAGES, np.int32), 5, [], decode_prefix_len=0)
+    return made
+
+
+def sender(rig: Rig, room: int) -> KVFerrySender:
+    rank = rig.prefill[0]
+    return rig.run(rank, KVFerrySender, rank.manager, rig.address, room)
+
+
+def send(rig: Rig, made: KVFerrySender, pages: list[int]) -> None:
+    rig.run(rig.prefill[0], made.init, len(pages), 2)
+    rig.run(rig.prefill[0], made.send, np.array(pages, np.int32), [], 16 * len(pages))
+
+
+def reason(side: Any) -> str:
+    with pytest.raises(KVTransferError) as caught:
+        side.failure_exception()
+    return str(caught.value)
+
+
+def ends(side: Any, state: int) -> None:
+    wait_for(lambda: side.poll() in (KVPoll.Success, KVPoll.Failed))
+    assert side.poll() == state
+
+
+def clean(rig: Rig) -> bool:
+    """Nothing of any request is left in either manager."""
+    managers = [rank.manager for rank in [*rig.prefill, *rig.decode]]
+    return not any(m._running or m.request_status or m.failure_records or m.rooms._heard for m in managers)
+
+
+def test_states_of_a_good_request(rig: Rig) -> None:
+    source = sender(rig, 1)
+    assert source.poll() == KVPoll.Bootstrapping
+    target = receiver(rig, 1, metadata=False)
+    assert target.poll() == KVPoll.WaitingForInput
+    assert source.poll() == KVPoll.Bootstrapping  # decode has no pages yet
+    rig.run(rig.decode[0], target.send_metadata, np.array(PAGES, np.int32), 5, [])
+    assert target.poll() == KVPoll.Transferring
+    wait_for(lambda: source.poll() == KVPoll.WaitingForInput)
+    send(rig, source, PAGES)
+    ends(source, KVPoll.Success)
+    ends(target, KVPoll.Success)
+    source.clear()
+    target.clear()
+    assert clean(rig)
+
+
+def test_a_room_may_come_again(rig: Rig) -> None:
+    ids = set()
+    for _ in range(3):
+        target, source = receiver(rig, 9), sender(rig, 9)
+        wait_for(lambda source=source: source.poll() == KVPoll.WaitingForInput)
+        send(rig, source, PAGES)
+        ends(source, KVPoll.Success)
+        ends(target, KVPoll.Success)
+        ids.add(target._transfer_id)
+        source.clear()
+        target.clear()
+    assert len(ids) == 3
+
+
+def test_a_room_in_use_is_refused_to_the_second(rig: Rig) -> None:
+    target, source = receiver(rig, 4), sender(rig, 4)
+    again, second = receiver(rig, 4), sender(rig, 4)
+    assert again.poll() == second.poll() == KVPoll.Failed
+    assert "another request uses this bootstrap room" in reason(again)
+    assert "another request uses this bootstrap room" in reason(second)
+    second.abort()
+    again.clear()
+    wait_for(lambda: source.poll() == KVPoll.WaitingForInput)
+    send(rig, source, PAGES)
+    ends(source, KVPoll.Success)
+    ends(target, KVPoll.Success)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_decode_aborts(rig: Rig, begun: bool) -> None:
+    source, target = sender(rig, 2), receiver(rig, 2, metadata=begun)
+    if begun:
+        wait_for(lambda: source.poll() == KVPoll.WaitingForInput)
+    target.abort()
+    assert target.poll() == KVPoll.Failed
+    assert "Aborted" in reason(target)
+    assert target._transfer is None or target._transfer.state != "running"  # its pages are free
+    ends(source, KVPoll.Failed)
+    assert "aborted on decode's side" in reason(source)
+    assert clean(rig)
+
+
+def test_prefill_aborts_while_moving(rig: Rig) -> None:
+    target, source = receiver(rig, 2), sender(rig, 2)
+    wait_for(lambda: source.poll() == KVPoll.WaitingForInput)
+    source.kv_mgr.endpoint._memory.gather = lambda *_: wait_for(lambda: target.poll() == KVPoll.Failed)
+    send(rig, source, PAGES)
+    source.abort()
+    assert source.poll() == KVPoll.Failed
+    assert "Aborted" in reason(source)
+    assert source._transfer.state == "failed"
+    ends(target, KVPoll.Failed)
+    assert "aborted on prefill's side" in reason(target)
+    assert clean(rig)
+
+
+def test_pages_that_do_not_exist_fail_the_request(rig: Rig) -> None:
+    target, source = receiver(rig, 3), sender(rig, 3)
+    wait_for(lambda: source.poll() == KVPoll.WaitingForInput)
+    send(rig, source, [3, 7, 100_000])
+    ends(source, KVPoll.Failed)
+    ends(target, KVPoll.Failed)
+    assert "100000" in reason(source)
+    assert "100000" in reason(target)
+
+
+def test_prompts_of_different_length_fail_the_request(rig: Rig) -> None:
+    target, source = receiver(rig, 3), sender(rig, 3)
+    wait_for(lambda: source.poll() == KVPoll.WaitingForInput)
+    send(rig, source, PAGES[:2])
+    ends(target, KVPoll.Failed)
+    text = reason(target)
+    assert "48" in text and "32" in text
+    ends(source, KVPoll.Failed)
+
+
+def test_another_model_is_refused_with_both_names(model: Path, free_port: int, tmp_path: Path) -> None:
+    other = tmp_path / "other-llama"
+    other.symlink_to(model)
+    with open_rig(model, 1, 1, 16, free_port, decode_model=other) as rig:
+        target = receiver(rig, 1)
+        ends(target, KVPoll.Failed)
+        text = reason(target)
+        assert "model" in text and "tiny-llama" in text and "other-llama" in text
+
+
+def test_no_prefill_server(rig: Rig) -> None:
+    rank = rig.decode[0]
+    made = rig.run(rank, KVFerryReceiver, rank.manager, "127.0.0.1:9", 1)
+    assert not rank.manager.try_ensure_parallel_info("127.0.0.1:9")
+    rig.run(rank, made.init, 0)
+    assert made.poll() == KVPoll.Failed
+    assert "127.0.0.1:9" in reason(made)
+
+
+@pytest.mark.parametrize("junk", [[b"junk"], [b""], [b"\x80"], [b"a", b"b"], [b"x" * 10_000], [b"\x81\xa4room\x01"]])
+def test_junk_on_the_room_socket(rig: Rig, junk: list[bytes]) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUSH) as push:
+        push.setsockopt(zmq.LINGER, 0)
+        push.connect(f"tcp://127.0.0.1:{rig.prefill[0].manager.rank_port}")
+        push.send_multipart(junk)
+        test_states_of_a_good_request(rig)
+
+
+def test_a_restarted_prefill_is_another_one(rig: Rig, model: Path, free_port: int) -> None:
+    """The bootstrap server answers all the time, as if the restart fell between two heartbeats (F64)."""
+    test_states_of_a_good_request(rig)
+    old = rig.prefill.pop()
+    old.manager.teardown()
+    start_side(rig.prefill, model, DisaggregationMode.PREFILL, 1, 16, free_port)
+    rig.decode[0].manager._on_heartbeat_success(rig.address)
+    test_states_of_a_good_request(rig)
+
+
+Damage = Callable[[Any], Any]
+
+
+def head_by_head(described: Any) -> Any:
+    """Says that the pool is [head][token] inside a page."""
+    (pool,) = described.pools
+    token, head, dim = pool.modes
+    width = dim.extent * dim.stride_bytes
+    modes = (Mode("token", token.extent, width), Mode("head", head.extent, width * token.extent), dim)
+    return replace(described, pools=(type(pool)(pool.group, pool.page_tokens, pool.page_bytes, modes, pool.buffers,
+                                                table=pool.table, owned=pool.owned),))  # fmt: skip
+
+
+def values_before_keys(described: Any) -> Any:
+    """Says that the first half of the buffers are the values."""
+    (pool,) = described.pools
+    other = {"k": "v", "v": "k"}
+    buffers = tuple(type(b)(b.layer, other[b.part], b.region, b.offset_bytes, b.pages) for b in pool.buffers)
+    return replace(described, pools=(type(pool)(pool.group, pool.page_tokens, pool.page_bytes, pool.modes, buffers,
+                                                table=pool.table, owned=pool.owned),))  # fmt: skip
+
+
+def layers_reversed(described: Any) -> Any:
+    (pool,) = described.pools
+    last = max(b.layer for b in pool.buffers)
+    buffers = tuple(type(b)(last - b.layer, b.part, b.region, b.offset_bytes, b.pages) for b in pool.buffers)
+    return replace(described, pools=(type(pool)(pool.group, pool.page_tokens, pool.page_bytes, pool.modes, buffers,
+                                                table=pool.table, owned=pool.owned),))  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", [head_by_head, values_before_keys, layers_reversed])
+def test_a_wrong_layout_does_not_start(
+    model: Path, free_port: int, monkeypatch: pytest.MonkeyPatch, damage: Damage
+) -> None:
+    honest = manager_module.describe_cache
+    monkeypatch.setattr(manager_module, "describe_cache", lambda *args: [damage(part) for part in honest(*args)])
+    ranks: list[Rank] = []
+    with pytest.raises(EngineError, match=r"(?s)layout probe: group attn, layer \d, part [kv].*layout:.*memory:"):
+        start_side(ranks, model, DisaggregationMode.DECODE, 1, 16, free_port)
