@@ -20,7 +20,6 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 READY_S = 240.0
 END_S = 15.0
-STAGING = "memfd:kvferry-staging"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -32,32 +31,44 @@ ENVIRONMENT = {
 ASK_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-class Server:
-    """One `vllm serve`; `ready` waits for it, `close` ends it and everything that it started."""
+CPU = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8")
+"""What a small server on a CPU needs; the rest is each test's own."""
+MEMORY = ("--kv-cache-memory-bytes", "67108864", "--shutdown-timeout", "5", "--served-model-name", "m")
 
-    def __init__(self, name: str, model: Path, folder: Path, *options: str, connector: dict[str, Any] | None = None):
+
+class Server:
+    """One vLLM server from its command; `ready` waits for it, `close` ends it and everything that it started."""
+
+    def __init__(self, name: str, command: list[str], port: int, folder: Path) -> None:
         self.name = name
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://127.0.0.1:{port}"
         self.log = folder / f"{name}.log"
-        command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(model), "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port)),
-            *("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8"),
-            *("--kv-cache-memory-bytes", "67108864", "--shutdown-timeout", "5", *options),
-        ]
-        if connector is not None:
-            command += ["--kv-transfer-config", json.dumps(connector)]
+        own = {"VLLM_RPC_BASE_PATH": str(folder), "TMPDIR": str(folder), "PORT": str(port), "PYTHON": sys.executable}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **ENVIRONMENT, "VLLM_RPC_BASE_PATH": str(folder), "TMPDIR": str(folder)},
+                env={**os.environ, **ENVIRONMENT, **own},
                 start_new_session=True,  # so that its workers can be found by its process group
             )
         self.started_s = time.monotonic()
+
+    @staticmethod
+    def of_model(name: str, model: Path, folder: Path, *options: str, connector: dict[str, Any] | None) -> Server:
+        """A server as a user starts it, with `--kv-transfer-config` unless `connector` is None."""
+        port = free_port()
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += ["--host", "127.0.0.1", "--port", str(port), *CPU, *MEMORY, *options]
+        if connector is not None:
+            command += ["--kv-transfer-config", json.dumps(connector)]
+        return Server(name, command, port, folder)
+
+    @staticmethod
+    def of_script(script: Path, model: Path, folder: Path) -> Server:
+        """A server as an example's script starts it."""
+        return Server(script.stem, [str(script), str(model), *CPU, *MEMORY], free_port(), folder)
 
     def ready(self) -> Server:
         """Wait until it serves; AssertionError with the end of its log if it ends, or takes too long."""
@@ -115,27 +126,24 @@ class Server:
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """AssertionError where a vLLM process, or landing memory in any process, is there afterwards that wasn't before.
+    """AssertionError where a vLLM process is there afterwards that wasn't before; landing memory ends with its process.
 
     A vLLM that is killed leaves names in /dev/shm; those that no process maps any more are removed.
     """
-    before, names = _living(), set(os.listdir("/dev/shm"))
+    before, names = _serving(), set(os.listdir("/dev/shm"))
     yield
-    assert _living() - before == set()
+    assert _serving() - before == set()
     for name in set(os.listdir("/dev/shm")) - names:
         if not any(f"/dev/shm/{name}" in maps for maps in _each_process("maps").values()):
             Path("/dev/shm", name).unlink(missing_ok=True)
 
 
-def _living() -> set[str]:
-    """Processes that are vLLM's, and all that hold landing memory."""
-    serving = {
+def _serving() -> set[str]:
+    return {
         f"{process}: {command[:100]}"
         for process, command in _each_process("cmdline").items()
         if "vllm.entrypoints" in command or command.startswith("VLLM::")
     }
-    landing = {f"{process}: maps kvferry-staging" for process, maps in _each_process("maps").items() if STAGING in maps}
-    return serving | landing
 
 
 def _each_process(file: str) -> dict[str, str]:

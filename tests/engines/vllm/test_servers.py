@@ -42,7 +42,7 @@ def connector(role: str, name: str = "KVFerryConnector", policy: str = "fail", *
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Logs and vLLM's own files. At the end of the module no process and no landing memory of ours is left."""
+    """Logs and vLLM's own files. At the end of the module nothing of ours is left."""
     with nothing_left():
         yield tmp_path_factory.mktemp("servers")
 
@@ -57,7 +57,7 @@ def start(tiny_model: Path, folder: Path) -> Iterator[Start]:
 
     def started(name: str, config: dict[str, Any] | None, tp: int = 1, block: int = 32) -> Server:
         options = ("--block-size", str(block), "--tensor-parallel-size", str(tp))
-        servers.append(Server(name, tiny_model, folder, *options, connector=config))
+        servers.append(Server.of_model(name, tiny_model, folder, *options, connector=config))
         return servers[-1]
 
     yield started
