@@ -16,11 +16,14 @@ from typing import Any
 
 import msgspec
 
-from kvferry.engines.vllm.layers import CachedLayer
+from kvferry.engines.vllm.layers import CachedLayer, window_of
 from kvferry.errors import EngineError
 from kvferry.layout.document import Buffer, Group, Pool, Region, Worker
 from kvferry.layout.presets import Segments
 from kvferry.layout.tensors import pool_of, view_of
+
+Groups = dict[str, Group]
+"""Logical groups by kind of cache: `full`, `window-128`, or with `.k` and `.v` behind."""
 
 KEYS_TRANSPOSED = frozenset({"CPU_ATTN"})
 """Backends that store keys transposed inside a block."""
@@ -39,26 +42,45 @@ def table_name(table: int) -> str:
     return f"blocks{table}"
 
 
-def read_groups(layers: Sequence[CachedLayer], tensors: Mapping[str, Any], kv_heads: int) -> tuple[Group, ...]:
-    """The logical groups of these layers. K and V of different width are two groups, `full.k` and `full.v`.
+def read_groups(layers: Sequence[CachedLayer], tensors: Mapping[str, Any], kv_heads: int) -> Groups:
+    """The logical groups of these layers, by kind. K and V of different width are two, `full.k` and `full.v`.
 
     EngineError where layers of one kind differ in head size or data type.
     """
-    found: dict[str, Group] = {}
+    found: Groups = {}
     for cached in layers:
         dtype = str(tensors[cached.name].dtype).removeprefix("torch.")
-        for name, parts, dim in _parts(cached):
-            group = Group(name, "token", dtype, (cached.layer,), parts, {"head": kv_heads, "dim": dim})
-            found[name] = _joined(found.get(name, group), group)
-    return tuple(found.values())
+        for kind, parts, dim in _parts(cached):
+            group = Group(kind, "token", dtype, (cached.layer,), parts, {"head": kv_heads, "dim": dim})
+            found[kind] = _joined(found.get(kind, group), group)
+    return found
 
 
-def merge_groups(stages: Iterable[Sequence[Group]]) -> tuple[Group, ...]:
-    """The groups of an instance from those of its pipeline stages."""
-    found: dict[str, Group] = {}
-    for group in (group for groups in stages for group in groups):
-        found[group.name] = _joined(found.get(group.name, group), group)
-    return tuple(found[name] for name in sorted(found))
+def merge_groups(stages: Iterable[Groups]) -> Groups:
+    """The groups of an instance, by kind, from those of its pipeline stages.
+
+    They get the names that `kvferry layout` and other engines use: `attn` where there is one kind, `full` and `sliding`
+    where there are two; and `sliding-N` where windows differ.
+    """
+    found: Groups = {}
+    for kind, group in ((kind, group) for groups in stages for kind, group in groups.items()):
+        found[kind] = _joined(found.get(kind, group), group)
+    windows = {window_of(base_kind(kind)) for kind in found} - {None}
+    return {kind: _named(group, len(windows)) for kind, group in sorted(found.items())}
+
+
+def base_kind(kind: str) -> str:
+    """The kind of cache without what tells its keys from its values."""
+    return kind.partition(".")[0]
+
+
+def _named(group: Group, windows: int) -> Group:
+    kind, dot, part = group.name.partition(".")
+    window = window_of(kind)
+    if window is None:
+        return msgspec.structs.replace(group, name=("full" if windows else "attn") + dot + part)
+    name = "sliding" if windows == 1 else f"sliding-{window}"
+    return msgspec.structs.replace(group, name=name + dot + part, constants={"window": window})
 
 
 def _joined(one: Group, other: Group) -> Group:
@@ -73,15 +95,10 @@ def _joined(one: Group, other: Group) -> Group:
 
 
 def _parts(cached: CachedLayer) -> tuple[tuple[str, tuple[str, ...], int], ...]:
-    """(group, parts, head size) of what one layer caches."""
+    """(kind, parts, head size) of what one layer caches."""
     if cached.key_dim == cached.value_dim:
         return ((cached.kind, ("k", "v"), cached.key_dim),)
     return ((f"{cached.kind}.k", ("k",), cached.key_dim), (f"{cached.kind}.v", ("v",), cached.value_dim))
-
-
-def kind_of_group(name: str) -> str:
-    """The kind of cache that a logical group holds."""
-    return name.partition(".")[0]
 
 
 def read_worker(
@@ -89,11 +106,10 @@ def read_worker(
     heads: Segments,
     layers: Sequence[CachedLayer],
     tensors: Mapping[str, Any],
-    groups: Sequence[Group],
+    groups: Groups,
     blocks: int,
 ) -> Worker:
     """One worker: `tensors` by layer name, `blocks` in each block table, `heads` the global KV heads that it owns."""
-    by_name = {group.name: group for group in groups}
     regions: list[Region] = []
     pools: list[Pool] = []
     for cached in layers:
@@ -102,12 +118,12 @@ def read_worker(
             raise EngineError(f"layer {cached.name}: vLLM caches {cached.heads} KV heads here, {owned} were expected")
         tensor = tensors[cached.name]
         views = read_views(tensor, cached, blocks)
-        for name, parts, _ in _parts(cached):
+        for kind, parts, _ in _parts(cached):
             for part in parts:
                 region, pool = pool_of(
                     views[part].tensor,
                     views[part].axes,
-                    by_name[name],
+                    groups[kind],
                     layers=(cached.layer,),
                     parts=(part,),
                     owned={"head": heads},

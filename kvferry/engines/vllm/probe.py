@@ -12,9 +12,9 @@ import torch
 
 from kvferry.engines.probe import check_written, tags
 from kvferry.engines.vllm.layers import CachedLayer
-from kvferry.engines.vllm.layout import kind_of_group, table_name
+from kvferry.engines.vllm.layout import Groups, base_kind, table_name
 from kvferry.errors import EngineError
-from kvferry.layout.document import Group, Worker
+from kvferry.layout.document import Worker
 from kvferry.layout.request import Side, Table
 from kvferry.transport.memory import HostMemory
 
@@ -23,7 +23,7 @@ Written = dict[tuple[int, str], np.ndarray[Any, Any]]
 
 def probe(
     worker: Worker,
-    groups: Sequence[Group],
+    groups: Groups,
     memory: HostMemory,
     layers: Sequence[CachedLayer],
     attention: Mapping[str, Any],
@@ -37,9 +37,9 @@ def probe(
     side = Side({table_name(table): Table((block,)) for table, block in scratch.items()})
     seeds = iter(range(2 * len(layers)))
     try:
-        for group in groups:
+        for kind, group in groups.items():
             written: Written = {}
-            mine = [cached for cached in layers if cached.kind == kind_of_group(group.name)]
+            mine = [cached for cached in layers if cached.kind == base_kind(kind)]
             for cached in mine:
                 pair = {"k": (cached.key_dim, next(seeds)), "v": (cached.value_dim, next(seeds))}
                 values = {

@@ -78,7 +78,9 @@ def start_worker(config: Any, cache_config: Any, tensors: Mapping[str, Any], opt
         heads = tp_heads(kv_heads, place.tp, place.tp_rank)
         worker = read_worker(place.rank, heads, layers, tensors, groups, cache_config.num_blocks)
         engine = config.kv_transfer_config.engine_id
-        document = Instance("kvferry-instance/1", engine, _model(config.model_config), groups, (worker,))
+        document = Instance(
+            "kvferry-instance/1", engine, _model(config.model_config), tuple(groups.values()), (worker,)
+        )
         check_instance(document)
         folder = os.environ.get("KVFERRY_DUMP")
         if folder:
@@ -91,7 +93,7 @@ def start_worker(config: Any, cache_config: Any, tensors: Mapping[str, Any], opt
             server.close()
         raise
     tables = block_tables(cache_config.kv_cache_groups)
-    side = WorkerSide(endpoint, [group.name for group in groups], tables, options)
+    side = WorkerSide(endpoint, groups, tables, options)
     return Started(side, registry, server)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.engines.vllm.layers import window_of
-from kvferry.engines.vllm.layout import kind_of_group, table_name
+from kvferry.engines.vllm.layout import Groups, base_kind, table_name
 from kvferry.engines.vllm.options import FIELD, Options
 from kvferry.engines.vllm.orders import Blocks, LoadOrder, Orders, SendOrder
 from kvferry.engines.vllm.scheduler import BlockTable
@@ -52,13 +52,11 @@ def open_endpoint(
 
 
 class WorkerSide:
-    """`groups` names the logical groups of the instance. Called from one thread, vLLM's worker loop."""
+    """`groups` are the instance's, `tables` vLLM's KV cache groups. Called from one thread, vLLM's worker loop."""
 
-    def __init__(
-        self, endpoint: Endpoint, groups: Sequence[str], tables: Sequence[BlockTable], options: Options
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, groups: Groups, tables: Sequence[BlockTable], options: Options) -> None:
         self._endpoint, self._tables = endpoint, tuple(tables)
-        self._kinds = {name: kind_of_group(name) for name in groups}
+        self._kinds = {group.name: base_kind(kind) for kind, group in groups.items()}
         self._lease_s, self._timeout_s = options.lease_s, options.timeout_s
         self._sends: dict[Transfer, SendOrder] = {}
         self._loads: dict[Transfer, LoadOrder] = {}

@@ -38,7 +38,7 @@ def cached(layer: int = 0, backend: str = "FLASH_ATTN", **changed: Any) -> Cache
 def read(tensors: dict[str, Any], layers: list[CachedLayer], blocks: int = BLOCKS) -> tuple[Instance, Worker]:
     groups = merge_groups([read_groups(layers, tensors, ALL_HEADS)])
     worker = read_worker(1, tp_heads(ALL_HEADS, 2, 1), layers, tensors, groups, blocks)
-    return check_instance(Instance("kvferry-instance/1", "i", "m", groups, (worker,))), worker
+    return check_instance(Instance("kvferry-instance/1", "i", "m", tuple(groups.values()), (worker,))), worker
 
 
 def one(tensor: Any, layer: CachedLayer, blocks: int = BLOCKS) -> Worker:
@@ -145,19 +145,28 @@ def test_tables_and_windows_are_pools_of_their_own() -> None:
         cached(2, table=2, kind="window-16"),
     ]
     document, worker = read({c.name: numbered(BLOCKS, HEADS, TOKENS, 2 * DIM) for c in layers}, layers)
-    assert [(group.name, group.layers) for group in document.groups] == [("full", (0,)), ("window-16", (1, 2))]
+    assert [(group.name, group.layers, group.constants) for group in document.groups] == [
+        ("full", (0,), {}),
+        ("sliding", (1, 2), {"window": 16}),
+    ]
     assert [(pool.group, pool.table_name, [b.layer for b in pool.buffers]) for pool in worker.pools] == [
         ("full", "blocks0", [0, 0]),
-        ("window-16", "blocks1", [1, 1]),
-        ("window-16", "blocks2", [2, 2]),
+        ("sliding", "blocks1", [1, 1]),
+        ("sliding", "blocks2", [2, 2]),
     ]
+
+
+def test_windows_of_different_length_are_groups_of_their_own() -> None:
+    layers = [cached(0, kind="window-16"), cached(1, kind="window-32")]
+    document, _ = read({c.name: numbered(BLOCKS, HEADS, TOKENS, 2 * DIM) for c in layers}, layers)
+    assert [group.name for group in document.groups] == ["sliding-16", "sliding-32"]
 
 
 def test_keys_and_values_of_different_width_are_two_groups() -> None:
     layer = cached(key_dim=6, value_dim=4)
     tensor = numbered(BLOCKS, HEADS, TOKENS, 10)
     document, worker = read({layer.name: tensor}, [layer])
-    assert [(g.name, g.parts, g.axes["dim"]) for g in document.groups] == [("full.k", ("k",), 6), ("full.v", ("v",), 4)]
+    assert [(g.name, g.parts, g.axes["dim"]) for g in document.groups] == [("attn.k", ("k",), 6), ("attn.v", ("v",), 4)]
     check(worker, tensor.permute(0, 2, 1, 3).split([6, 4], dim=-1))
 
 
@@ -165,7 +174,7 @@ def test_a_stage_knows_the_groups_of_the_instance() -> None:
     stages = [[cached(layer) for layer in ids] for ids in ([0, 1], [2])]
     tensors = {c.name: numbered(BLOCKS, HEADS, TOKENS, 2 * DIM) for stage in stages for c in stage}
     groups = merge_groups([read_groups(stage, tensors, ALL_HEADS) for stage in stages])
-    assert [group.layers for group in groups] == [(0, 1, 2)]
+    assert groups["full"].name == "attn" and groups["full"].layers == (0, 1, 2)
     worker = read_worker(0, tp_heads(ALL_HEADS, 2, 0), stages[1], tensors, groups, BLOCKS)
     assert {b.layer for pool in worker.pools for b in pool.buffers} == {2}
 

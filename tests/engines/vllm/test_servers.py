@@ -269,7 +269,7 @@ def test_swapped_heads_are_seen_by_the_comparison(servers: dict[str, Server], od
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("keys-as-shown", "layout probe: group full, layer 0, part k: what the engine writes is not where"),
+        ("keys-as-shown", "layout probe: group attn, layer 0, part k: what the engine writes is not where"),
         ("no-slots", "kv_connector_extra_config.slots: expected int >= 1"),
     ],
 )

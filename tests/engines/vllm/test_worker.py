@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvferry.engines.vllm.layers import CachedLayer  # noqa: E402
-from kvferry.engines.vllm.layout import read_groups, read_views, read_worker  # noqa: E402
+from kvferry.engines.vllm.layout import merge_groups, read_groups, read_views, read_worker  # noqa: E402
 from kvferry.engines.vllm.options import Options  # noqa: E402
 from kvferry.engines.vllm.orders import LoadOrder, Orders, SendOrder  # noqa: E402
 from kvferry.engines.vllm.scheduler import BlockTable  # noqa: E402
@@ -51,15 +51,13 @@ def make_rank(name: str, backend: str, block_tokens: int, options: Options, regi
         for i, kind in enumerate(("full", f"window-{WINDOW}"))
     ]
     tensors = {c.name: torch.zeros(16, HEADS, block_tokens, 2 * DIM) for c in layers}
-    groups = read_groups(layers, tensors, HEADS)
+    groups = merge_groups([read_groups(layers, tensors, HEADS)])
     worker = read_worker(0, ((0, HEADS),), layers, tensors, groups, 16)
-    document = Instance("kvferry-instance/1", name, "model", groups, (worker,))
+    document = Instance("kvferry-instance/1", name, "model", tuple(groups.values()), (worker,))
     memory = HostMemory([map_array(tensor) for tensor in tensors.values()])
     endpoint = open_endpoint(document, 0, memory, 1, registry, options)
     tables = [BlockTable(c.kind, block_tokens) for c in layers]
-    return Rank(
-        name, WorkerSide(endpoint, [g.name for g in groups], tables, options), registry, layers, tensors, block_tokens
-    )
+    return Rank(name, WorkerSide(endpoint, groups, tables, options), registry, layers, tensors, block_tokens)
 
 
 @pytest.fixture
@@ -194,7 +192,7 @@ def test_an_order_that_can_not_be_started_fails_alone(pair: tuple[Rank, Rank]) -
 
 def test_failed_blocks_are_named_where_there_is_one_table(pair: tuple[Rank, Rank]) -> None:
     _, decode = pair
-    side = WorkerSide(decode.side._endpoint, ["full"], [BlockTable("full", 4)], OPTIONS)
+    side = WorkerSide(decode.side._endpoint, {}, [BlockTable("full", 4)], OPTIONS)
     order = LoadOrder("d", "", "", "", 8, 39, (INTO,), "no")
     side.submit(Orders(loads=(order,)))
     assert side.collect(set()) == Ended(received={"d"}, failed_blocks=set(INTO[2:]))
