@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
-READY_S = 240.0
+READY_S = 360.0
 END_S = 15.0
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -182,3 +183,35 @@ def prefill(server: Server, prompt: list[int] | str) -> dict[str, Any]:
 def disaggregated(source: Server, target: Server, prompt: list[int] | str, tokens: int = 24) -> dict[str, Any]:
     """What a router does: the prompt to prefill, its parameters and the prompt to decode."""
     return target.complete(prompt, tokens, kv_transfer_params=prefill(source, prompt))
+
+
+def connector(role: str, name: str = "KVFerryConnector", policy: str = "fail", **extra: Any) -> dict[str, Any]:
+    module = "kvferry.engines.vllm" if name == "KVFerryConnector" else "tests.engines.vllm.damaged"
+    return {
+        "kv_connector": name,
+        "kv_connector_module_path": module,
+        "kv_role": role,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": extra,
+    }
+
+
+def received(server: Server) -> list[int]:
+    """Bytes of each load that has arrived, one per worker."""
+    return [int(found) for found in re.findall(r"kvferry: received \S+: (\d+) bytes", server.text())]
+
+
+def idle(*servers: Server) -> None:
+    """Wait until no block of these servers is in use; AssertionError where one stays."""
+    for server in servers:
+        end_s = time.monotonic() + 15
+        while (used := usage(server)) > 0:
+            assert time.monotonic() < end_s, f"{server.name}: {used:.1%} of its blocks are still in use"
+            time.sleep(0.1)
+
+
+def usage(server: Server) -> float:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=5) as answer:
+        found = re.search(r"^vllm:kv_cache_usage_perc\S* (\S+)$", answer.read().decode(), re.MULTILINE)
+    assert found is not None
+    return float(found[1])

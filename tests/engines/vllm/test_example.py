@@ -16,7 +16,7 @@ import pytest
 
 from tests.engines.vllm.servers import ENVIRONMENT, ROOT, Server, free_port, nothing_left
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(600)]
 
 EXAMPLE = ROOT / "examples" / "vllm"
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one short sentence."}]

@@ -5,19 +5,27 @@ alone; and nothing stays behind.
 from __future__ import annotations
 
 import random
-import re
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines.vllm.servers import Server, disaggregated, nothing_left, prefill, tokens_of
+from tests.engines.vllm.servers import (
+    Server,
+    connector,
+    disaggregated,
+    idle,
+    nothing_left,
+    prefill,
+    received,
+    tokens_of,
+    usage,
+)
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(600)]
 
 LENGTHS = (6, 31, 32, 33, 64, 100, 200, 500)
 TOKEN_BYTES = 4 * 2 * 4 * 32 * 4
@@ -27,17 +35,6 @@ TOKEN_BYTES = 4 * 2 * 4 * 32 * 4
 def prompts(seed: int) -> list[list[int]]:
     draw = random.Random(seed)
     return [[draw.randrange(1024) for _ in range(length)] for length in LENGTHS]
-
-
-def connector(role: str, name: str = "KVFerryConnector", policy: str = "fail", **extra: Any) -> dict[str, Any]:
-    module = "kvferry.engines.vllm" if name == "KVFerryConnector" else "tests.engines.vllm.damaged"
-    return {
-        "kv_connector": name,
-        "kv_connector_module_path": module,
-        "kv_role": role,
-        "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": extra,
-    }
 
 
 @pytest.fixture(scope="module")
@@ -141,27 +138,6 @@ def test_requests_at_once(servers: dict[str, Server]) -> None:
     for thread in threads:
         thread.join()
     assert [got[index] for index in range(len(asked))] == expected
-
-
-def received(server: Server) -> list[int]:
-    """Bytes of each load that has arrived, one per worker."""
-    return [int(found) for found in re.findall(r"kvferry: received \S+: (\d+) bytes", server.text())]
-
-
-def idle(*servers: Server) -> None:
-    """Wait until no block of these servers is in use; AssertionError where one stays."""
-    for server in servers:
-        end_s = time.monotonic() + 15
-        while (used := usage(server)) > 0:
-            assert time.monotonic() < end_s, f"{server.name}: {used:.1%} of its blocks are still in use"
-            time.sleep(0.1)
-
-
-def usage(server: Server) -> float:
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=5) as answer:
-        found = re.search(r"^vllm:kv_cache_usage_perc\S* (\S+)$", answer.read().decode(), re.MULTILINE)
-    assert found is not None
-    return float(found[1])
 
 
 def test_a_prefix_hit_on_decode_loads_only_what_is_missing(servers: dict[str, Server]) -> None:

@@ -32,6 +32,37 @@ def write_tiny_model(folder: Path) -> Path:
     return folder
 
 
+WINDOW = 64
+
+
+def write_window_model(folder: Path) -> Path:
+    """Four layers, three of which see the last 64 tokens only."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(20)
+    config = Gemma3TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        max_position_embeddings=1024,
+        initializer_range=0.08,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    Gemma3ForCausalLM(config).save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    return folder
+
+
 def _tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
