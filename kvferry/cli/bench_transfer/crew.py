@@ -1,0 +1,97 @@
+"""The worker processes as the benchmark sees them: started once, used for every case, gone with it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+from kvferry.cli.bench_transfer.worker import serve
+from kvferry.errors import EngineError, WorkerFailed
+
+ANSWER_S = 180.0
+
+
+class Member:
+    """One process."""
+
+    def __init__(self, number: int) -> None:
+        self.name = f"bench worker {number}"
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs,), name=self.name, daemon=True)
+        # an interrupt is for the process that was asked to stop; it ends the others, which inherit the mask
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        theirs.close()
+
+    def begin(self, command: str, *arguments: object) -> None:
+        try:
+            self._pipe.send((command, arguments))
+        except OSError as error:
+            raise WorkerFailed(self.name, f"{command}: the process has ended ({error})") from None
+
+    def answer(self) -> Any:
+        """What the command returned. WorkerFailed with its reason."""
+        try:
+            if not self._pipe.poll(ANSWER_S):
+                raise WorkerFailed(self.name, f"no answer within {ANSWER_S:g} s")
+            good, value = self._pipe.recv()
+        except (EOFError, OSError):
+            raise WorkerFailed(self.name, f"the process has ended, exit code {self._process.exitcode}") from None
+        if not good:
+            raise WorkerFailed(self.name, value)
+        return value
+
+    def __call__(self, command: str, *arguments: object) -> Any:
+        self.begin(command, *arguments)
+        return self.answer()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+class Crew:
+    """As many processes as the largest case so far has needed."""
+
+    def __init__(self) -> None:
+        self._members: list[Member] = []
+
+    def take(self, count: int) -> list[Member]:
+        while len(self._members) < count:
+            self._members.append(Member(len(self._members)))
+        return self._members[:count]
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for member in self._members:
+            member.kill()
+
+
+def every(members: Sequence[Member], command: str, *arguments: object) -> list[Any]:
+    """The same command to all, which work side by side; their answers in order."""
+    for member in members:
+        member.begin(command, *arguments)
+    return answers(members)
+
+
+def answers(members: Sequence[Member]) -> list[Any]:
+    """One answer of each; the first error is raised when all have answered, so that no answer is left over."""
+    found: list[Any] = []
+    failed: EngineError | None = None
+    for member in members:
+        try:
+            found.append(member.answer())
+        except EngineError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
+    return found
