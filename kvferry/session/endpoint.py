@@ -12,7 +12,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, Union
 
 import zmq
@@ -47,6 +47,7 @@ from kvferry.session.events import (
     PrepareFailed,
     ReceiveCall,
     Received,
+    Released,
     Report,
     Revoke,
     Scatter,
@@ -62,11 +63,20 @@ from kvferry.session.messages import GRANT_BYTES, MAX_MESSAGE_BYTES, Card, Peer,
 from kvferry.session.prepare import Preparer
 from kvferry.session.registry import Entry, Registry, require_loopback
 from kvferry.session.shell import LOG, JobThreads, Rendezvous, open_death_watch, this_process
-from kvferry.session.writing import Writer
+from kvferry.session.writing import Gathers, Writer
 from kvferry.transport.base import open_transport
+from kvferry.transport.costs import known_costs
 from kvferry.transport.memory import HostMemory
 from kvferry.transport.staging import Staging
 
+Gather = Literal["auto", "always", "never"]
+Landing = Literal["slots", "pages"]
+LANDING = ("slots", "pages")
+GATHER: dict[str, Gathers] = {
+    "auto": lambda way, runs, nbytes: known_costs().gathers(way, runs, nbytes),
+    "always": lambda way, runs, nbytes: True,
+    "never": lambda way, runs, nbytes: False,
+}
 DEATH_GRACE_S = 0.25
 """What a peer said just before its end is read before its end is acted on."""
 CLOSE_S = 2.0
@@ -88,13 +98,23 @@ class Transfer:
         self.started_s = time.monotonic()
         self.deadline_s = self.started_s + timeout_s
         self._ended = threading.Event()
+        self._pages_free = threading.Event()
+
+    @property
+    def pages_free(self) -> bool:
+        """Whether its pages may be used for something else. With landing="pages" a failed transfer may hold them longer
+        than it runs, until it is certain that no peer writes there; otherwise they are free when it has ended.
+        """
+        return self._pages_free.is_set()
 
     def __repr__(self) -> str:
         return f"<Transfer {self.id!r} {self.role} {self.state}>"
 
-    def _end(self, report: Report | None, error: TransferError | None) -> None:
+    def _end(self, report: Report | None, error: TransferError | None, pages_held: bool = False) -> None:
         self.report, self.error = report, error
         self.state = "failed" if error else "done"
+        if not pages_held:
+            self._pages_free.set()
         self._ended.set()
 
 
@@ -104,6 +124,10 @@ class Endpoint:
     `instance` holds at least this rank's worker, `memory` is where its regions are. `world` workers make the instance.
     `slots` × `slot_bytes` of landing memory are the only memory that peers can write. Addresses such as `staging_base`
     may lie anywhere in 64 bits. Use it as a context manager, or call `close`.
+
+    `gather`: whether a source gathers runs into one write ("always"), posts each run as it lies ("never", where the
+    transport can), or does what costs less ("auto", see `kvferry.transport.costs`). `landing="pages"`: peers, who have
+    to be trusted, write straight into the target's pages, over nixl and process_vm only; see `Transfer.pages_free`.
     """
 
     def __init__(
@@ -117,6 +141,8 @@ class Endpoint:
         transport: str = "auto",
         slots: int = 8,
         slot_bytes: int = 4 << 20,
+        gather: Gather = "auto",
+        landing: Landing = "slots",
         host: str = "127.0.0.1",
         staging_base: Address | None = None,
         ttl_s: float = 10.0,
@@ -127,13 +153,17 @@ class Endpoint:
             raise DocumentError("rank", f"expected a worker of {instance.instance!r} below world {world}, got {rank}")
         if slots < 1 or slot_bytes < 1:
             raise DocumentError("slots", f"slots and slot_bytes must be ≥ 1, got {slots} × {slot_bytes}")
+        _one_of("gather", gather, GATHER)
+        _one_of("landing", landing, LANDING)
+        self._gathers = GATHER[gather]
         self._worker = instance.worker(rank)
         own = Instance(instance.format, instance.instance, instance.model, instance.groups, (self._worker,))
         self._instance, self._memory = own, memory
         self._me = Peer(instance.instance, time.time_ns(), rank)
         self._staging = Staging(slots, slot_bytes, staging_base)
         try:
-            self._transport = open_transport(transport, self._staging)
+            pages_open = landing == "pages"
+            self._transport = open_transport(transport, self._staging, pages=memory.spans, pages_open=pages_open)
         except KVFerryError:
             self._staging.close()
             raise
@@ -158,9 +188,10 @@ class Endpoint:
         self._dying: dict[Peer, float] = {}
         self._transfers: dict[tuple[Role, str], Transfer] = {}
         self._finished: list[Transfer] = []
+        self._held: dict[str, Transfer] = {}  # failed, and a peer may still write into their pages
         self._writers: dict[Peer, Writer] = {}
         self._cancelled: dict[str, threading.Event] = {}
-        self._preparer = Preparer(rank, slot_bytes)
+        self._preparer = Preparer(rank, slot_bytes, memory if landing == "pages" else None)
         self._planner, self._lander = JobThreads("planner"), JobThreads("lander")
         self._closed = self._closing = False
         entry = Entry(instance.instance, self._me.generation, rank, world, address)
@@ -384,7 +415,7 @@ class Endpoint:
         elif isinstance(action, Write):
             cancelled = self._cancelled.setdefault(action.transfer, threading.Event())
             if action.peer not in self._writers:
-                parts = (self._transport, self._instance, self._worker, self._memory, self._answer)
+                parts = (self._transport, self._instance, self._worker, self._memory, self._gathers, self._answer)
                 self._writers[action.peer] = Writer(action.peer, *parts)
             self._writers[action.peer].put(action, cancelled)
         elif isinstance(action, CancelWrites):
@@ -401,6 +432,8 @@ class Endpoint:
             self._forget(action.peer)
         elif isinstance(action, Ended):
             self._end(action)
+        elif isinstance(action, Released):
+            self._held.pop(action.transfer)._pages_free.set()
         elif isinstance(action, Note):
             LOG.warning("%s: %s", self._me, action.text)
 
@@ -449,7 +482,9 @@ class Endpoint:
             transfer = self._transfers.pop((ended.role, ended.transfer))
             if not transfer.hidden:
                 self._finished.append(transfer)
-        transfer._end(ended.report, ended.error)
+        if ended.pages_held:
+            self._held[ended.transfer] = transfer
+        transfer._end(ended.report, ended.error, ended.pages_held)
 
     # on other threads
 
@@ -474,3 +509,8 @@ class Endpoint:
             LOG.exception("%s: unexpected error while moving bytes", self._me)
             event = failed(KVFerryError(f"{type(error).__name__}: {error}"))
         self._post(event)
+
+
+def _one_of(field: str, value: str, allowed: Iterable[str]) -> None:
+    if value not in allowed:
+        raise DocumentError(field, f"must be one of {', '.join(allowed)}, got {value!r}")

@@ -88,11 +88,15 @@ class NotFound:
 
 @dataclass(frozen=True)
 class Shipment:
-    """What one source worker sends us: pieces, where each goes, and all target ranks that take from that worker."""
+    """What one source worker sends us: pieces, where each goes, and all target ranks that take from that worker.
+
+    `runs`: per piece where it lands in our pages, encoded for its grant; empty where pieces land in slots.
+    """
 
     pieces: tuple[Piece, ...]
     copies: tuple[DenseCopies, ...]
     takers: tuple[int, ...]
+    runs: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,7 @@ class Revoke:
 
 @dataclass(frozen=True)
 class Write:
-    """Gather a piece from our pages and write it into the peer's slot."""
+    """Move a piece from our pages into the peer's slot, or with `runs` into its pages."""
 
     transfer: str
     peer: Peer
@@ -237,6 +241,7 @@ class Write:
     nbytes: int
     tables: Side
     timeout_s: float
+    runs: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -258,12 +263,23 @@ class Scatter:
 
 @dataclass(frozen=True)
 class Ended:
-    """The transfer's one end on this side: a report, or an error."""
+    """The transfer's one end on this side: a report, or an error.
+
+    `pages_held`: its pages must not be used for anything else before `Released`, since a peer may still write there.
+    """
 
     role: Role
     transfer: str
     report: Union[Report, None] = None
     error: Union[TransferError, None] = field(default=None)
+    pages_held: bool = False
+
+
+@dataclass(frozen=True)
+class Released:
+    """For certain nobody writes into the pages of this failed transfer any more."""
+
+    transfer: str
 
 
 @dataclass(frozen=True)
@@ -274,5 +290,6 @@ class Note:
 
 
 Action = Union[
-    Note, Lookup, Open, Watch, Close, Send, Prepare, Allow, Revoke, Write, CancelWrites, Scatter, Ended
+    Note, Lookup, Open, Watch, Close, Send, Prepare, Allow, Revoke, Write, CancelWrites, Scatter, Ended,
+    Released,
 ]  # fmt: skip

@@ -22,6 +22,7 @@ GRANT_BYTES = 16
 
 TransferId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Secret = Annotated[bytes, msgspec.Meta(min_length=GRANT_BYTES, max_length=GRANT_BYTES)]
+RunList = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -81,12 +82,17 @@ class Piece(Row, frozen=True):
 
 
 class Grant(Row, frozen=True):
-    """Leave to write `bytes` of piece `piece` at `address`, once."""
+    """Leave to write `bytes` of piece `piece` at `address`, once.
+
+    With `runs` the piece lands in the target's pages instead: 16 bytes per run, address and length, little-endian, in
+    the piece's dense order.
+    """
 
     piece: Count
     grant: Secret
     address: Address
     bytes: Count
+    runs: RunList = b""
 
 
 class About(Body, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -17,15 +17,22 @@ from kvferry.plan.route import Route, route
 from kvferry.plan.wanted import check_wanted, owned_bytes
 from kvferry.session.events import Prepare, Prepared, Shipment
 from kvferry.session.messages import Piece
+from kvferry.transport.memory import HostMemory
 
 CACHED_PAIRS = 64
+DIRECT_PIECE_BYTES = 16 << 20
+"""Of a piece that lands straight in pages: no slot limits it, but its grant lists its runs in one message."""
 
 
 class Preparer:
-    """Prepares transfers for one target rank; routes are kept per pair of instances (and generations)."""
+    """Prepares transfers for one target rank; routes are kept per pair of instances (and generations).
 
-    def __init__(self, rank: int, slot_bytes: int) -> None:
-        self._rank, self._slot_bytes = rank, slot_bytes
+    `pages`: the memory in whose pages pieces land straight; None where they land in slots of `slot_bytes` bytes.
+    """
+
+    def __init__(self, rank: int, slot_bytes: int, pages: HostMemory | None = None) -> None:
+        self._rank, self._pages = rank, pages
+        self._piece_bytes = slot_bytes if pages is None else DIRECT_PIECE_BYTES
         self._routes: dict[Hashable, dict[int, tuple[Route, ...]]] = {}
 
     def prepare(self, order: Prepare) -> Prepared:
@@ -44,16 +51,21 @@ class Preparer:
         for step in routes[self._rank]:
             group = order.target.group(step.box.group)
             wanted = order.groups.get(group.name)
-            for chunk in split(group, step.box, wanted.token_range, self._slot_bytes) if wanted else ():
+            for chunk in split(group, step.box, wanted.token_range, self._piece_bytes) if wanted else ():
                 pieces.setdefault(step.source, []).append(Piece(chunk, chunk_bytes(group, chunk)))
                 copies.setdefault(step.source, []).append(dense_copies(worker, group, chunk, order.tables))
         proof = _prove(worker, order.target, order.groups, [c for some in copies.values() for c in some])
         shipments = {
-            source: Shipment(tuple(pieces.get(source, ())), tuple(copies.get(source, ())), ranks)
+            source: Shipment(
+                tuple(pieces.get(source, ())), tuple(copies.get(source, ())), ranks, self._runs(copies.get(source, ()))
+            )
             for source, ranks in takers(routes, [worker.rank for worker in order.source.workers]).items()
             if self._rank in ranks
         }
         return Prepared(order.transfer, shipments, proof)
+
+    def _runs(self, copies: Sequence[DenseCopies]) -> tuple[bytes, ...]:
+        return () if self._pages is None else tuple(self._pages.runs(piece).encode() for piece in copies)
 
 
 def _prove_routes(target: Instance, rank: int, routes: tuple[Route, ...]) -> None:

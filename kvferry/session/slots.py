@@ -10,9 +10,9 @@ from kvferry.session.messages import Peer
 
 @dataclass(frozen=True)
 class Lease:
-    """One granted slot."""
+    """One granted slot, or with slot None the pages of one piece."""
 
-    slot: int
+    slot: int | None
     transfer: str
     peer: Peer
     piece: int
@@ -30,7 +30,7 @@ class Ledger:
         self.total = slots
         self._free = list(range(slots))[::-1]
         self._leases: dict[bytes, Lease] = {}
-        self._doubt: dict[tuple[str, Peer], list[int]] = {}
+        self._doubt: dict[tuple[str, Peer], list[int | None]] = {}
         self._per_peer: Counter[Peer] = Counter()
         self._cap = max(1, slots // 2)
 
@@ -41,6 +41,11 @@ class Ledger:
         lease = Lease(self._free.pop(), transfer, peer, piece, grant, nbytes)
         self._leases[grant] = lease
         self._per_peer[peer] += 1
+        return lease
+
+    def take_pages(self, transfer: str, peer: Peer, piece: int, nbytes: int, grant: bytes) -> Lease:
+        """A lease on the transfer's own pages: no slot is used."""
+        lease = self._leases[grant] = Lease(None, transfer, peer, piece, grant, nbytes)
         return lease
 
     def release(self, lease: Lease) -> None:
@@ -66,10 +71,17 @@ class Ledger:
         return (transfer, peer) in self._doubt
 
     def counts(self) -> dict[str, int]:
-        doubt = sum(map(len, self._doubt.values()))
-        return {"slots_free": len(self._free), "slots_used": len(self._leases), "slots_quarantined": doubt}
+        doubt = [slot for slots in self._doubt.values() for slot in slots]
+        return {
+            "slots_free": len(self._free),
+            "slots_used": sum(lease.slot is not None for lease in self._leases.values()),
+            "slots_quarantined": sum(slot is not None for slot in doubt),
+            "pieces_quarantined": sum(slot is None for slot in doubt),
+        }
 
-    def _give_back(self, slot: int, peer: Peer) -> None:
+    def _give_back(self, slot: int | None, peer: Peer) -> None:
+        if slot is None:
+            return
         self._free.append(slot)
         self._per_peer[peer] -= 1
         if not self._per_peer[peer]:

@@ -135,7 +135,7 @@ class Sources:
             chunk, export = taker.offer.pieces[grant.piece].chunk, core.known[peer].export
             where = (grant.piece, chunk, grant.grant, grant.address, grant.bytes)
             left_s = max(0.001, o.deadline_s - core.now)
-            core.out.append(Write(body.transfer, peer, export, *where, o.call.tables, left_s))
+            core.out.append(Write(body.transfer, peer, export, *where, o.call.tables, left_s, grant.runs))
 
     def written(self, event: Written | WriteFailed) -> None:
         key = (event.transfer, event.peer)

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvferry.errors import IncompatibleError, Where
+from kvferry.layout.address import Address
 from kvferry.plan.prove import Proof
 from kvferry.plan.route import check_compatible
 from kvferry.session.core import ATTEMPT, EARLY_LIMIT, Core, Memory, failure, kind_of
@@ -20,6 +21,7 @@ from kvferry.session.events import (
     Prepared,
     PrepareFailed,
     ReceiveCall,
+    Released,
     Report,
     Revoke,
     Scatter,
@@ -87,6 +89,7 @@ class Targets:
         self._core = core
         self.running: dict[str, Incoming] = {}
         self.ending: dict[str, Incoming] = {}  # failed, but a scatter into the caller's pages still runs
+        self.held: dict[str, Incoming] = {}  # failed, but a peer may still write into the caller's pages
         self._past = Memory()
         self._early: dict[str, tuple[set[Peer], float]] = {}  # Landed before our own receive()
         self._turns: deque[tuple[str, Peer]] = deque()
@@ -224,15 +227,17 @@ class Targets:
             self._core.send(peer, Grants(transfer, ATTEMPT, tuple(grants)))
 
     def _grant(self, transfer: str, peer: Peer, flow: Flow) -> Grant | None:
-        piece = flow.waiting[0]
-        nbytes = flow.shipment.pieces[piece].bytes
-        lease = self._core.ledger.take(transfer, peer, piece, nbytes, self._core.draw_grant())
+        core, piece = self._core, flow.waiting[0]
+        what = (transfer, peer, piece, flow.shipment.pieces[piece].bytes, core.draw_grant())
+        lease = core.ledger.take_pages(*what) if flow.shipment.runs else core.ledger.take(*what)
         if lease is None:
             return None
         flow.waiting.popleft()
         flow.granted[piece] = lease
-        self._core.out.append(Allow(lease.grant, lease.slot, nbytes))
-        return Grant(piece, lease.grant, self._core.slot_address(lease.slot), nbytes)
+        if lease.slot is None:
+            return Grant(piece, lease.grant, Address(0), lease.nbytes, flow.shipment.runs[piece])
+        core.out.append(Allow(lease.grant, lease.slot, lease.nbytes))
+        return Grant(piece, lease.grant, core.slot_address(lease.slot), lease.nbytes)
 
     def on_chunk_done(self, peer: Peer, body: ChunkDone) -> None:
         """The one gate before our pages: transfer, peer, piece, grant and bytes must all be those of a living lease."""
@@ -247,11 +252,15 @@ class Targets:
             problem = f"piece {body.piece}: the source reports {body.bytes} bytes, {lease.nbytes} were wanted"
             return self.fail(t, "refused", problem, peer)
         del flow.granted[body.piece]
-        t.scattering[peer, body.piece] = lease
-        self._core.out.append(Revoke(lease.grant))
         copies = flow.shipment.copies[body.piece]
-        self._core.out.append(Scatter(body.transfer, peer, body.piece, lease.slot, lease.nbytes, copies))
-        if not any(f.waiting or f.granted for f in t.flows.values()):
+        if lease.slot is None:  # it is where it belongs
+            self._core.ledger.release(lease)
+            self._landed(t, peer, lease)
+        else:
+            t.scattering[peer, body.piece] = lease
+            self._core.out.append(Revoke(lease.grant))
+            self._core.out.append(Scatter(body.transfer, peer, body.piece, lease.slot, lease.nbytes, copies))
+        if t.phase == "moving" and not any(f.waiting or f.granted for f in t.flows.values()):
             t.phase = "landing"
 
     def scattered(self, event: Scattered | ScatterFailed) -> None:
@@ -262,10 +271,13 @@ class Targets:
             return None if t.scattering else self._end(t, t.error)
         if isinstance(event, ScatterFailed):
             return self.fail(t, "refused", str(event.error), None, event.error)
-        flow = t.flows[event.peer]
+        self._landed(t, event.peer, lease)
+
+    def _landed(self, t: Incoming, peer: Peer, lease: Lease) -> None:
+        flow = t.flows[peer]
         flow.landed += 1
         t.bytes += lease.nbytes
-        t.copies += len(flow.shipment.copies[event.piece].lengths)
+        t.copies += len(flow.shipment.copies[lease.piece].lengths)
         self._progress(t)
 
     # commit
@@ -329,13 +341,14 @@ class Targets:
         error = failure(kind, self._where(t, str(peer) if peer else ""), problem, cause)
         t.error = Ended("target", transfer, error=error)
         del self.running[transfer]
-        for flow in t.flows.values():
-            for lease in flow.granted.values():
-                core.out.append(Revoke(lease.grant))
-                if lease.peer in core.known:
-                    core.ledger.quarantine(lease)
-                else:
-                    core.ledger.release(lease)
+        for lease in [lease for flow in t.flows.values() for lease in flow.granted.values()]:
+            core.out.append(Revoke(lease.grant))
+            if lease.peer in core.known:
+                core.ledger.quarantine(lease)
+                if lease.slot is None:
+                    t.error = Ended("target", transfer, error=error, pages_held=True)
+            else:
+                core.ledger.release(lease)
         if not t.call.connect_only:
             for source in t.sources:
                 if source in core.known:
@@ -361,11 +374,17 @@ class Targets:
             error = ended.error
             self._past.add(transfer, (kind_of(error), error.problem) if error is not None else None)
         self._core.out.append(ended)
+        if ended.pages_held:
+            self.held[transfer] = t
 
     # time
 
     def tick(self) -> None:
         now = self._core.now
+        for transfer, t in list(self.held.items()):
+            if not any(self._core.ledger.in_doubt(transfer, peer) for peer in t.flows):
+                del self.held[transfer]
+                self._core.out.append(Released(transfer))
         for t in [t for t in self.running.values() if t.deadline_s <= now]:
             waiting = next((peer for peer, flow in t.flows.items() if not flow.done), None)
             problem = f"the deadline of {t.call.timeout_s} s has passed"

@@ -8,16 +8,19 @@ from functools import partial
 
 from kvferry.errors import KVFerryError, PlanError, TransportError
 from kvferry.layout.document import Instance, Worker
-from kvferry.plan.dense import dense_copies
+from kvferry.plan.dense import DenseCopies, dense_copies
 from kvferry.session.events import Write, WriteFailed, Written
 from kvferry.session.messages import Peer
 from kvferry.session.shell import LOG, JobThreads
 from kvferry.transport.base import Peer as Link
 from kvferry.transport.base import Transport
 from kvferry.transport.memory import HostMemory
+from kvferry.transport.runs import cut_to_each_other, decode_runs, one_run
 
 Answer = Callable[[Callable[[], Written], Callable[[KVFerryError], WriteFailed]], None]
 """Runs the first; what it raises goes through the second. What comes out is posted to the control thread."""
+Gathers = Callable[[str, int, int], bool]
+"""(way, runs, bytes) → whether to gather them into one write rather than post each run as it lies."""
 THREADS = 2
 
 
@@ -25,9 +28,16 @@ class Writer:
     """Gathers pieces from the pages of `worker` and writes them to one peer; connects when the first one comes."""
 
     def __init__(
-        self, peer: Peer, transport: Transport, instance: Instance, worker: Worker, memory: HostMemory, answer: Answer
+        self,
+        peer: Peer,
+        transport: Transport,
+        instance: Instance,
+        worker: Worker,
+        memory: HostMemory,
+        gathers: Gathers,
+        answer: Answer,
     ) -> None:
-        self._peer, self._transport, self._answer = peer, transport, answer
+        self._peer, self._transport, self._gathers, self._answer = peer, transport, gathers, answer
         self._instance, self._worker, self._memory = instance, worker, memory
         self._changing = threading.Lock()
         self.link: Link | None = None
@@ -57,11 +67,24 @@ class Writer:
             raise PlanError(f"piece {job.piece} has {copies.total_bytes} bytes here, {job.nbytes} were granted")
         link = self._connect(job.export)
         try:
-            link.write(job.address, job.grant, job.nbytes, partial(self._memory.gather, copies), job.timeout_s)
+            count = self._send(link, job, copies)
         except TransportError:
             self._hang_up(link)
             raise
-        return Written(job.transfer, job.peer, job.piece, len(copies.lengths))
+        return Written(job.transfer, job.peer, job.piece, count)
+
+    def _send(self, link: Link, job: Write, copies: DenseCopies) -> int:
+        """Into the peer's pages where it gave their runs; else into its slot, gathered or as it lies. How many runs."""
+        if job.runs:
+            target = decode_runs(job.runs, job.nbytes)
+        elif link.moves and not self._gathers(link.name, len(copies.lengths), job.nbytes):
+            target = one_run(link.slot_at(job.address, job.nbytes), job.nbytes)
+        else:
+            link.write(job.address, job.grant, job.nbytes, partial(self._memory.gather, copies), job.timeout_s)
+            return len(copies.lengths)
+        runs = cut_to_each_other(self._memory.runs(copies), target)
+        link.move(*runs, job.timeout_s)
+        return len(runs[-1])
 
     def _failed(self, job: Write, error: KVFerryError) -> WriteFailed:
         return WriteFailed(job.transfer, job.peer, job.piece, error)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Literal, Optional, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 
-from kvferry.layout.address import Address
+from kvferry.errors import TransportError
+from kvferry.layout.address import U64, Address, Addresses
 from kvferry.layout.document import Struct
 from kvferry.transport.copies import Bytes
 from kvferry.transport.staging import KEY_BYTES, Size, Slots, Staging
@@ -80,6 +81,19 @@ class Peer(Protocol):
         when `timeout_s` has passed, the call goes on until it is.
         """
 
+    moves: bool
+    """Whether `move` works."""
+
+    def move(self, source: Addresses, target: Addresses, lengths: U64, timeout_s: float) -> None:
+        """Block until run i, `lengths[i]` bytes at `source[i]` in this process, lies at `target[i]` in the target's.
+
+        One descriptor per run and nothing gathered. Both are addresses as the processes themselves see them, in memory
+        that they have given their transports. Errors and their meaning are those of `write`.
+        """
+
+    def slot_at(self, address: Address, nbytes: int) -> Address:
+        """Where a range of a slot is in the target's process. TransportError where it is in no slot."""
+
     def close(self) -> None:
         """Give everything back; may be called again."""
 
@@ -103,6 +117,18 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Give everything back; may be called again."""
+
+
+class WritesOnly:
+    """For ways that can't take runs as they lie."""
+
+    moves = False
+
+    def move(self, source: Addresses, target: Addresses, lengths: U64, timeout_s: float) -> None:
+        raise TransportError("this way writes into landing slots only; use nixl or process_vm, or landing='slots'")
+
+    def slot_at(self, address: Address, nbytes: int) -> Address:
+        raise TransportError("this way writes into landing slots only; use nixl or process_vm, or landing='slots'")
 
 
 class Outbox:
@@ -147,11 +173,15 @@ class Outbox:
         """The buffer is not used again."""
 
 
-def open_transport(name: str, staging: Staging, host: str = "127.0.0.1") -> Transport:
+def open_transport(
+    name: str, staging: Staging, host: str = "127.0.0.1", *, pages: Sequence[Bytes] = (), pages_open: bool = False
+) -> Transport:
     """`name`: shm, process_vm, tcp, nixl, local (the first two) or auto (all): what is offered and what may be used.
 
-    `host` is bound by tcp, loopback only. MissingExtra where `nixl` is asked for and not installed.
+    `host` is bound by tcp, loopback only. `pages`: memory that `move` may take bytes from. `pages_open`: peers may
+    write there too, beside the staging memory; only ways that can do that are offered then. MissingExtra where `nixl`
+    is asked for and not installed.
     """
     from kvferry.transport.select import SelectingTransport
 
-    return SelectingTransport(name, staging, host)
+    return SelectingTransport(name, staging, host, pages, pages_open)

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvferry.errors import TransportError, TransportUnavailable
 from kvferry.layout.address import U64, Address, Addresses
-from kvferry.transport.base import Export, Fill, LocalCard, Outbox
+from kvferry.transport.base import Export, Fill, LocalCard, Outbox, WritesOnly
 from kvferry.transport.copies import Bytes
 from kvferry.transport.memory import host_address
 from kvferry.transport.process import ProcessWatch, start_ticks
@@ -33,7 +33,7 @@ def local_card(staging: Staging) -> LocalCard:
     return LocalCard(pid, start_ticks(pid), staging.fd, inode, staging.file_bytes, staging.host_address)
 
 
-class ShmPeer:
+class ShmPeer(WritesOnly):
     """The target's staging mapped into this process."""
 
     name = "shm"
@@ -108,6 +108,7 @@ class ProcessVmPeer:
 
     name = "process_vm"
     reason = ""
+    moves = True
 
     def __init__(self, export: Export, card: LocalCard) -> None:
         self._slots = export.slots
@@ -131,11 +132,19 @@ class ProcessVmPeer:
             raise
 
     def write(self, address: Address, grant: bytes, nbytes: int, fill: Fill, timeout_s: float) -> None:
-        slot, offset = self._slots.place(address, nbytes)
-        remote = self._card.address.plus(HEADER_BYTES + slot * self._slots.stride_bytes + offset)
+        remote = self.slot_at(address, nbytes)
         deadline_s = time.monotonic() + timeout_s
         with self._outbox.filled(nbytes, fill) as data:
             self._move("process_vm_writev", data, remote, deadline_s)
+
+    def move(self, source: Addresses, target: Addresses, lengths: U64, timeout_s: float) -> None:
+        self._watch.check()
+        move_runs("process_vm_writev", self._watch.pid, source, target, lengths, time.monotonic() + timeout_s)
+        self._watch.check()
+
+    def slot_at(self, address: Address, nbytes: int) -> Address:
+        slot, offset = self._slots.place(address, nbytes)
+        return self._card.address.plus(HEADER_BYTES + slot * self._slots.stride_bytes + offset)
 
     def close(self) -> None:
         self._watch.close()

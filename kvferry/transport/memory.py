@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import AddressError
-from kvferry.layout.address import U64, Address, Addresses
+from kvferry.layout.address import U64, Address, Addresses, join
 from kvferry.transport.copies import Bytes, copy_runs
+from kvferry.transport.runs import Runs, joined
 
 if TYPE_CHECKING:
     from kvferry.plan.dense import DenseCopies
@@ -78,6 +79,20 @@ class HostMemory:
                 raise AddressError(f"region {part.region.base} is read-only")
         for part in parts:
             copy_runs(part.region.view, part.offsets, chunk, part.dense_offsets, part.lengths)
+
+    @property
+    def spans(self) -> list[Bytes]:
+        """All mapped bytes, where they really are."""
+        return [region.view for region in self._regions]
+
+    def runs(self, copies: DenseCopies) -> Runs:
+        """Where a chunk's bytes really are in this process. AddressError where a run is outside."""
+        parts = self._parts(copies, copies.total_bytes)
+        if not parts:
+            return joined(Addresses([]), np.empty(0, np.uint64))
+        order = np.argsort(np.concatenate([part.dense_offsets for part in parts]), kind="stable")
+        addresses = join([Addresses([host_address(p.region.view)]).plus(p.offsets) for p in parts]).take(order)
+        return joined(addresses, np.concatenate([part.lengths for part in parts])[order])
 
     def view(self, base: Address, nbytes: int) -> Bytes:
         """The bytes [base, base + nbytes) themselves. AddressError where they are not in one mapped region."""

@@ -13,16 +13,15 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from kvferry.errors import MissingExtra, TransportError, TransportUnavailable
-from kvferry.layout.address import Address, Addresses
+from kvferry.layout.address import U64, Address, Addresses
 from kvferry.transport.base import Export, Fill, NixlCard, Outbox
 from kvferry.transport.copies import Bytes
 from kvferry.transport.memory import host_address
@@ -74,9 +73,19 @@ class Agent:
             except Exception as error:  # NIXL's errors have no common base
                 raise TransportError(f"nixl: {what}: {type(error).__name__}: {error}") from None
 
-    def register(self, memory: Bytes) -> Any:
-        rows = [(host_address(memory).value, memory.nbytes, 0, "")]
+    def register(self, memory: Sequence[Bytes]) -> Any:
+        rows = _registration(memory)
         return self.call("register memory", lambda a: a.register_memory(a.get_reg_descs(rows, HOST_MEMORY)))
+
+    def export(self, memory: Sequence[Bytes]) -> bytes:
+        """What a peer needs to reach this memory, and no other that is registered."""
+
+        def metadata(agent: Any) -> bytes:
+            chosen = agent.get_reg_descs(_registration(memory), HOST_MEMORY)
+            found: bytes = agent.get_partial_agent_metadata(chosen, True, ["UCX"])
+            return found
+
+        return self.call("export", metadata)
 
     def close(self) -> None:
         """The end of the agent is the end of its writes over tcp; where it hangs in a call it is left to itself."""
@@ -88,17 +97,20 @@ class Agent:
 
 
 class Node:
-    """This endpoint's agent: its staging memory is registered, and a thread makes progress for those that write."""
+    """This endpoint's agent: its staging memory is registered, and a thread makes progress for those that write.
 
-    def __init__(self, staging: Staging) -> None:
+    `pages` are registered too, so that bytes can leave straight from them; peers learn how to reach them only with
+    `pages_open`.
+    """
+
+    def __init__(self, staging: Staging, pages: Sequence[Bytes] = (), pages_open: bool = False) -> None:
         self._agent = Agent()
-        self._staging = staging
         self._grants: set[bytes] = set()
         self._wake = threading.Event()
         self._closed = False
         memory = staging.memory
-        registered = self._agent.register(memory)
-        metadata = self._agent.call("export", lambda a: a.get_partial_agent_metadata(registered, True, ["UCX"]))
+        self._agent.register([memory, *pages])
+        metadata = self._agent.export([memory, *pages] if pages_open else [memory])
         self.card = NixlCard(self._agent.name, metadata, host_address(memory))
         self._thread = threading.Thread(target=self._progress, name="kvferry-nixl", daemon=True)
         self._thread.start()
@@ -138,6 +150,7 @@ class NixlPeer:
 
     name = "nixl"
     reason = ""
+    moves = True
 
     def __init__(self, agent: Agent, export: Export, card: NixlCard) -> None:
         self._agent, self._slots, self._card = agent, export.slots, card
@@ -155,14 +168,19 @@ class NixlPeer:
             raise TransportUnavailable(str(error)) from None
 
     def write(self, address: Address, grant: bytes, nbytes: int, fill: Fill, timeout_s: float) -> None:
-        slot, offset = self._slots.place(address, nbytes)
-        if self._closed:
-            raise TransportError("the connection is closed")
-        remote = self._card.address.plus(HEADER_BYTES + slot * self._slots.stride_bytes + offset)
+        remote = self.slot_at(address, nbytes)
         deadline_s = time.monotonic() + timeout_s
+        self._check_open()
         with self._outbox.filled(nbytes, fill) as data:
-            if nbytes:
-                self._move("WRITE", data, remote, timeout_s, deadline_s)
+            self._post("WRITE", *_one(data, remote), timeout_s, deadline_s)
+
+    def move(self, source: Addresses, target: Addresses, lengths: U64, timeout_s: float) -> None:
+        self._check_open()
+        self._post("WRITE", source, target, lengths, timeout_s, time.monotonic() + timeout_s)
+
+    def slot_at(self, address: Address, nbytes: int) -> Address:
+        slot, offset = self._slots.place(address, nbytes)
+        return self._card.address.plus(HEADER_BYTES + slot * self._slots.stride_bytes + offset)
 
     def close(self) -> None:
         """No new write begins. One that is under way goes on until NIXL says that it has ended."""
@@ -170,28 +188,38 @@ class NixlPeer:
             self._closed = True
             self._outbox.close()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError("the connection is closed")
+
     def _probe(self, key: bytes) -> None:
         """Read the key there and write it beside, as a first sign of life in both directions."""
         deadline_s = time.monotonic() + CONNECT_S
         signature = MAGIC + key
         with self._outbox.filled(len(signature), lambda out: out.fill(0)) as data:
-            self._move("READ", data, self._card.address, CONNECT_S, deadline_s)
+            self._post("READ", *_one(data, self._card.address), CONNECT_S, deadline_s)
             if data.tobytes() != signature:
                 raise TransportUnavailable("the memory found there has another key")
         with self._outbox.filled(KEY_BYTES, lambda out: np.copyto(out, np.frombuffer(key, np.uint8))) as data:
-            self._move("WRITE", data, self._card.address.plus(PROBE_OFFSET), CONNECT_S, deadline_s)
+            self._post("WRITE", *_one(data, self._card.address.plus(PROBE_OFFSET)), CONNECT_S, deadline_s)
 
-    def _move(self, operation: str, data: Bytes, remote: Address, timeout_s: float, deadline_s: float) -> None:
-        local, there = (_descriptors(a, data.nbytes) for a in (host_address(data), remote))
+    def _post(
+        self, operation: str, here: Addresses, there: Addresses, lengths: U64, timeout_s: float, deadline_s: float
+    ) -> None:
+        some = np.flatnonzero(lengths)
+        if not len(some):
+            return
+        lists = [_descriptors(addresses.take(some), lengths[some]) for addresses in (here, there)]
+        what = f"{operation.lower()} of {int(lengths.sum(dtype=np.uint64))} bytes in {len(some)} runs"
 
         def post(agent: Any) -> tuple[Any, str]:
-            ours, theirs = (agent.get_xfer_descs(rows, HOST_MEMORY) for rows in (local, there))
+            ours, theirs = (agent.get_xfer_descs(rows, HOST_MEMORY) for rows in lists)
             handle = agent.initialize_xfer(operation, ours, theirs, self._card.agent)
             return handle, agent.transfer(handle)
 
-        handle, state = self._agent.call(f"{operation.lower()} {data.nbytes} bytes at {remote}", post)
+        handle, state = self._agent.call(what, post)
         try:
-            self._finish(handle, state, f"{operation.lower()} of {data.nbytes} bytes", timeout_s, deadline_s)
+            self._finish(handle, state, what, timeout_s, deadline_s)
         finally:
             self._agent.call("release", lambda agent: agent.release_xfer_handle(handle))
 
@@ -220,7 +248,7 @@ class RegisteredOutbox(Outbox):
 
     def _make(self) -> Bytes:
         buffer = super()._make()
-        self._registered[host_address(buffer).value] = self._agent.register(buffer)
+        self._registered[host_address(buffer).value] = self._agent.register([buffer])
         return buffer
 
     def _drop(self, buffer: Bytes) -> None:
@@ -231,9 +259,17 @@ class RegisteredOutbox(Outbox):
             LOG.debug("%s", error)
 
 
-def _descriptors(address: Address, nbytes: int) -> npt.NDArray[np.uint64]:
-    """One row of (address, bytes, device)."""
-    return np.stack([Addresses([address]).u64, *np.array([[nbytes], [0]], np.uint64)], axis=1)
+def _registration(memory: Sequence[Bytes]) -> list[tuple[int, int, int, str]]:
+    return [(host_address(one).value, one.nbytes, 0, "") for one in memory]
+
+
+def _descriptors(addresses: Addresses, lengths: U64) -> U64:
+    """One row of (address, bytes, device) per run: contiguous uint64, whatever the addresses are."""
+    return np.ascontiguousarray(np.stack([addresses.u64, lengths, np.zeros_like(lengths)], axis=1))
+
+
+def _one(data: Bytes, remote: Address) -> tuple[Addresses, Addresses, U64]:
+    return Addresses([host_address(data)]), Addresses([remote]), np.array([data.nbytes], np.uint64)
 
 
 def _text(name: bytes | str) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvferry.errors import DocumentError, MissingExtra, TransportError, TransportUnavailable
 from kvferry.layout.document import decode_msgpack, encode_msgpack
 from kvferry.transport.base import Export, Peer
+from kvferry.transport.copies import Bytes
 from kvferry.transport.local import ProcessVmPeer, ShmPeer, local_card
 from kvferry.transport.nixl import Node, need_nixl
 from kvferry.transport.staging import Staging
@@ -22,6 +23,8 @@ WAYS = {
     "tcp": ("tcp",),
     "nixl": ("nixl",),
 }
+MOVES = {"process_vm", "nixl"}
+"""Ways that take runs as they lie, and can land them in pages."""
 RDMA = Path("/sys/class/infiniband")
 """Empty or absent where there is no RDMA device. NIXL then has nothing that the ways beside it don't do better."""
 
@@ -32,12 +35,21 @@ class SelectingTransport:
     At the target, tcp has a receiver and NIXL a thread that makes progress; shm and process_vm need nothing there.
     """
 
-    def __init__(self, name: str, staging: Staging, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        name: str,
+        staging: Staging,
+        host: str = "127.0.0.1",
+        pages: Sequence[Bytes] = (),
+        pages_open: bool = False,
+    ) -> None:
         if name not in WAYS:
             raise DocumentError("transport", f"must be one of {', '.join(WAYS)}, got {name!r}")
         self.name = name
         self._ways = WAYS[name]
-        self._staging = staging
+        self._staging, self._pages, self._pages_open = staging, pages, pages_open
+        if pages_open and not set(self._ways) & MOVES:
+            raise DocumentError("landing", f"pages can't be written over {name!r}; use {' or '.join(sorted(MOVES))}")
         self._absent: dict[str, str] = {}  # ways of `name` that can't be had here, and why
         self._node = self._open_nixl() if "nixl" in self._ways else None
         self._receiver = Receiver(staging, host) if "tcp" in self._ways else None
@@ -60,17 +72,18 @@ class SelectingTransport:
             except MissingExtra as error:
                 self._absent["nixl"] = str(error)
                 return None
-        return Node(self._staging)
+        return Node(self._staging, self._pages, self._pages_open)
 
     def export(self) -> bytes:
         local = local_card(self._staging)
+        offered = [way for way in self._ways if way in MOVES or not self._pages_open]
         card = Export(
             "kvferry-transport/1",
             self._staging.layout,
             self._staging.key,
-            shm=local if "shm" in self._ways else None,
-            process_vm=local if "process_vm" in self._ways else None,
-            tcp=self._receiver.card if self._receiver else None,
+            shm=local if "shm" in offered else None,
+            process_vm=local if "process_vm" in offered else None,
+            tcp=self._receiver.card if self._receiver and "tcp" in offered else None,
             nixl=self._node.card if self._node else None,
         )
         return encode_msgpack(card)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import TransportError, TransportUnavailable
 from kvferry.layout.address import Address
-from kvferry.transport.base import Export, Fill, Outbox, TcpCard
+from kvferry.transport.base import Export, Fill, Outbox, TcpCard, WritesOnly
 from kvferry.transport.copies import Bytes
 from kvferry.transport.staging import Staging
 
@@ -194,7 +194,7 @@ class Receiver:
                 return
 
 
-class TcpPeer:
+class TcpPeer(WritesOnly):
     """The source's side: one connection, one write at a time. Once a write has failed it is of no further use."""
 
     name = "tcp"

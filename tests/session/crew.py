@@ -87,9 +87,20 @@ class Worker:
     def untouched(self) -> bool:
         return bool((self.pool.memory == WorkerPool(self.pool.shape, self.pool.rank).memory).all())
 
+    def pages_free(self, transfer: str) -> bool:
+        return self.transfers[transfer].pages_free
+
+    def forbid(self, name: str) -> None:
+        """From now on `name` of this worker's memory may not be called."""
+
+        def forbidden(*_: Any) -> None:
+            raise AssertionError(f"{name} was called")
+
+        setattr(self.memory, name, forbidden)
+
     def slow(self, seconds: float) -> None:
-        """Gathering or scattering a chunk takes this much longer from now on."""
-        for name in ("gather", "scatter"):
+        """Gathering, scattering or looking up a chunk takes this much longer from now on."""
+        for name in ("gather", "scatter", "runs"):
             setattr(self.memory, name, _after(seconds, getattr(self.memory, name)))
 
     def ask_for_heads(self, start: int, stop: int) -> None:
@@ -146,10 +157,10 @@ class Worker:
         return self.endpoint
 
 
-def _after(seconds: float, call: Callable[..., None]) -> Callable[..., None]:
-    def slower(*args: Any) -> None:
+def _after(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
+    def slower(*args: Any) -> Any:
         time.sleep(seconds)
-        call(*args)
+        return call(*args)
 
     return slower
 

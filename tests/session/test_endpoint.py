@@ -8,7 +8,7 @@ from kvferry.layout.address import Address
 from kvferry.session.registry import RegistryServer
 from tests.session.crew import Crew, Pair, RemoteError, every, open_all, open_pair, start
 from tests.session.pools import DIM, HIGH_BASE, Shape
-from tests.transport.installed import TRANSPORTS
+from tests.transport.installed import NIXL, TRANSPORTS
 
 STAGING_BASE = Address(0xFFFF_8000_0000_0000)
 
@@ -65,6 +65,50 @@ def test_every_transport(transport: str, crew: Crew, registry: str) -> None:
     cross(pair)
     (link,) = pair.sources[0]("links").values()
     assert link.partition(":")[0] == {"local": "shm"}.get(transport, transport)
+
+
+@pytest.mark.parametrize("transport", ["process_vm", NIXL])
+@pytest.mark.parametrize(
+    "options",
+    [{"gather": "never"}, {"landing": "pages"}],
+    ids=["straight from the pages", "straight into the pages"],
+)
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        (Shape(tp=1, base=HIGH_BASE), Shape(tp=1, base=HIGH_BASE)),
+        (Shape(tp=1, base=HIGH_BASE), Shape(tp=2, page_tokens=6, order="hnd")),
+        (Shape(tp=2, pp=2, order="hnd"), Shape(tp=1, base=HIGH_BASE)),
+    ],
+    ids=["F1 equal TP", "F2 mismatched TP", "pp2tp2-tp1"],
+)
+def test_nothing_is_gathered_or_scattered(
+    transport: str, options: dict[str, str], shapes: tuple[Shape, Shape], crew: Crew, registry: str
+) -> None:
+    pair = open_pair(crew, registry, *shapes, transport=transport, **options)
+    for member in pair.sources:
+        member("forbid", "gather")
+    if "landing" in options:
+        for member in pair.targets:
+            member("forbid", "scatter")
+    cross(pair, (8, 8), "nothing", sent=(0, 8))
+    cross(pair, (12, 33), sent=(0, 33))
+
+
+def test_pages_are_only_opened_to_ways_that_can_write_them(crew: Crew, registry: str) -> None:
+    pair = open_pair(crew, registry, Shape(), Shape(tp=2), landing="pages")  # auto: shm would be first
+    cross(pair)
+    (link, _) = pair.sources[0]("links").values()
+    assert link.startswith("process_vm: shm: not offered by the peer")
+    for transport in ("shm", "tcp"):
+        with pytest.raises(RemoteError, match=r"landing: pages can't be written over .*; use nixl or process_vm"):
+            open_pair(crew, registry, Shape(), Shape(), landing="pages", transport=transport)
+
+
+@pytest.mark.parametrize("field", ["gather", "landing"])
+def test_an_unknown_choice_is_refused(field: str, crew: Crew, registry: str) -> None:
+    with pytest.raises(RemoteError, match=rf"{field}: must be one of .*, got 'perhaps'"):
+        open_pair(crew, registry, Shape(), Shape(), **{field: "perhaps"})
 
 
 def test_f36_prefix_and_order_and_many_transfers_on_one_pair(crew: Crew, registry: str) -> None:

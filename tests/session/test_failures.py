@@ -172,6 +172,35 @@ def test_a_stopped_source_costs_slots_and_never_a_page(crew: Crew, registry: str
     assert error_of(source, "wait", "t").kind is TransferTimeout
 
 
+def test_with_direct_landing_a_stopped_source_holds_the_pages_until_it_is_certain(crew: Crew, registry: str) -> None:
+    """F51: the deadline ends the request; only the writer's own word, or its death, gives the pages back."""
+    pair = open_pair(crew, registry, Shape(), Shape(), landing="pages", transport="process_vm")
+    (source,), (target,) = pair.sources, pair.targets
+    start(pair, "good", TOKENS)
+    target("wait", "good")
+    assert target("pages_free", "good")
+    source("slow", 0.5)
+    start(pair, "t", TOKENS, timeout_s=1.0)
+    until(lambda: source("stats")["transfers_sending"] == 1)
+    time.sleep(0.2)  # it is in the middle of its write, and stays there
+    source.signal(signal.SIGSTOP)
+    try:
+        assert error_of(target, "wait", "t").kind is TransferTimeout
+        assert not target("pages_free", "t")
+        assert target("stats")["pieces_quarantined"] > 0
+        time.sleep(1.0)
+        assert not target("pages_free", "t"), "time is no fence"
+    finally:
+        source.signal(signal.SIGCONT)
+    until(lambda: target("pages_free", "t"))
+    assert target("stats")["pieces_quarantined"] == 0
+    start(pair, "u", TOKENS, timeout_s=1.0)
+    time.sleep(0.2)
+    source.kill()
+    assert error_of(target, "wait", "u").kind is PeerLost
+    until(lambda: target("pages_free", "u"))
+
+
 def test_one_slow_source_delays_nobody(crew: Crew, registry: str) -> None:
     pair = open_pair(crew, registry, Shape(), Shape(), slot_bytes=64)
     (source,), (target,) = pair.sources, pair.targets

