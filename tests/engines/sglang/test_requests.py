@@ -18,11 +18,13 @@ from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: E402
 from sglang.srt.disaggregation.common.conn import KVTransferError  # noqa: E402
 from sglang.srt.disaggregation.utils import DisaggregationMode  # noqa: E402
 
+from kvferry.engines.dump import merge_dumps, read_dump  # noqa: E402
 from kvferry.engines.sglang import manager as manager_module  # noqa: E402
 from kvferry.engines.sglang.receiver import KVFerryReceiver  # noqa: E402
 from kvferry.engines.sglang.sender import KVFerrySender  # noqa: E402
 from kvferry.errors import EngineError  # noqa: E402
 from kvferry.layout.document import Mode  # noqa: E402
+from kvferry.session import RegistryServer  # noqa: E402
 from tests.engines.sglang.rig import Rank, Rig, open_rig, start_side, wait_for  # noqa: E402
 
 PAGES = [3, 7, 1]
@@ -200,6 +202,27 @@ def test_a_restarted_prefill_is_another_one(rig: Rig, model: Path, free_port: in
     start_side(rig.prefill, model, DisaggregationMode.PREFILL, 1, 16, free_port)
     rig.decode[0].manager._on_heartbeat_success(rig.address)
     test_states_of_a_good_request(rig)
+
+
+def test_a_dump_says_what_was_registered(
+    model: Path, free_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVFERRY_DUMP", str(tmp_path))
+    with open_rig(model, 1, 2, 16, free_port) as rig:
+        dumps = [read_dump(path) for path in sorted(tmp_path.glob("sglang-*decode*.json"))]
+        assert [dump.rank for dump in dumps] == [0, 1]
+        whole = merge_dumps(dumps)
+        assert [worker.pools[0].owned["head"] for worker in whole.workers] == [((0, 2),), ((2, 4),)]
+        names = {tensor.name: tensor.address.value for tensor in dumps[0].tensors}
+        assert names["layers.1.v"] == rig.decode[0].pool.v_buffer[1].pretended
+
+
+def test_a_registry_of_the_cluster(model: Path, free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RegistryServer() as registry:
+        monkeypatch.setenv("KVFERRY_REGISTRY", registry.url)
+        with open_rig(model, 1, 1, 16, free_port) as rig:
+            test_states_of_a_good_request(rig)
+            assert {rank.manager.home.registry for rank in [*rig.prefill, *rig.decode]} == {registry.url}
 
 
 Damage = Callable[[Any], Any]
