@@ -14,17 +14,28 @@ from kvferry.layout.document import Instance, encode_json
 from kvferry.layout.request import Request
 from kvferry.layout.validate import parse_instance, parse_request
 from kvferry.plan.document import PlanDocument, make_plan
-from kvferry.plan.explain import Traffic, TrafficRow, WorkerTotal, cycle_text, explain, ranges, slices, who_sends_what
+from kvferry.plan.explain import (
+    Traffic,
+    TrafficRow,
+    Wire,
+    WorkerTotal,
+    cycle_text,
+    explain,
+    ranges,
+    slices,
+    who_sends_what,
+)
 from kvferry.plan.picture import draw
 from kvferry.plan.why import SHAPE, parse_cell, why, why_text
+from kvferry.transport.costs import DEFAULTS, MOVES, known_costs
 
 T = TypeVar("T")
 
 TRAFFIC_COLUMNS = (
-    "from", "to", "group", "layers", "parts", "axes", "tokens", "bytes/token", "run bytes", "copies/page", "chosen",
-    "also held by",
+    "from", "to", "group", "layers", "parts", "axes", "tokens", "bytes/token", "run bytes", "copies/page", "posted",
+    "chosen", "also held by",
 )  # fmt: skip
-TOTAL_COLUMNS = ("worker", "role", "peers", "bytes/token", "state bytes", "direct ms", "staged ms")
+TOTAL_COLUMNS = ("worker", "role", "peers", "bytes/token", "state bytes", "straight ms", "gathered ms")
 PLAN_COLUMNS = ("from", "to", "copies", "bytes", "shortest", "longest")
 
 
@@ -36,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="REQUEST.json",
         help="a kvferry-request/1 document: plan its copies instead of showing who sends what",
+    )
+    parser.add_argument(
+        "--transport",
+        choices=sorted(DEFAULTS.ways),
+        default="nixl",
+        help="whose costs decide whether runs are gathered or posted straight, and make the estimates (default: nixl)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON; with --request a kvferry-plan/1 document")
     parser.add_argument(
@@ -65,12 +82,20 @@ def run(args: argparse.Namespace) -> int:
         document = plan = make_plan(source, target, request)
         text = plan_summary(plan)
     else:
-        document = traffic = explain(source, target)
+        document = traffic = explain(source, target, _wire(args.transport))
         text = traffic_text(traffic)
     if args.svg is not None:
         args.svg.write_text(picture(source, target, request), encoding="utf-8")
     print(encode_json(document).decode() if args.json else text)
     return 0
+
+
+def _wire(transport: str) -> Wire:
+    """What this machine's costs say of the transport, measured or the defaults."""
+    costs = known_costs()
+    cost = costs.ways.get(transport, DEFAULTS.ways[transport])
+    run_s = cost.run_s if transport in MOVES else None
+    return Wire(transport, run_s, cost.byte_s, costs.gather.run_s, costs.gather.byte_s)
 
 
 def picture(source: Instance, target: Instance, request: Optional[Request]) -> str:
@@ -110,6 +135,7 @@ def traffic_table(rows: Sequence[TrafficRow]) -> str:
             if row.run_bytes == row.longest_run_bytes
             else f"{row.run_bytes}-{row.longest_run_bytes}",
             f"{row.copies_per_page:g}",
+            row.posting,
             row.choice,
             " ".join(str(rank) for rank in row.replicas if rank != row.source) or "-",
         )
@@ -122,8 +148,9 @@ def totals_table(traffic: Traffic) -> str:
     """One line per worker of either side."""
 
     def line(total: WorkerTotal, role: str) -> Sequence[str]:
-        numbers = (total.bytes_per_token, total.state_bytes, total.direct_ms, total.staged_ms)
-        return (str(total.rank), role, ranges(total.peers) or "-", *(f"{number:.12g}" for number in numbers))
+        numbers = (total.bytes_per_token, total.state_bytes, total.straight_ms, total.gathered_ms)
+        texts = ("-" if number is None else f"{number:.12g}" for number in numbers)
+        return (str(total.rank), role, ranges(total.peers) or "-", *texts)
 
     senders = [line(total, f"{traffic.source} sends") for total in traffic.senders]
     return _table(

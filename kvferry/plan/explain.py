@@ -21,11 +21,37 @@ from kvferry.plan.route import Cycle, Route, Segment, check_compatible, route
 TYPICAL_TOKENS = 1 << 16
 """Runs are counted over the tokens after which both sides' pages line up again, or this many if that is later."""
 ESTIMATE_TOKENS = 1024
-LINK_BYTES_PER_S = 25e9
-DESCRIPTOR_S = 1e-6
-MEMORY_BYTES_PER_S = 20e9
-RUN_S = 20e-9
-ASSUMPTIONS = "a link of 25 GB/s, 1 µs per descriptor; gather and scatter at 20 GB/s and 20 ns per run"
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What moving costs over one transport, in seconds. `descriptor_s` None: it can't post runs as they lie."""
+
+    transport: str
+    descriptor_s: float | None
+    byte_s: float
+    gather_run_s: float
+    gather_byte_s: float
+
+    def straight_s(self, runs: float, nbytes: float) -> float | None:
+        """Each run posted as it lies, one descriptor each."""
+        return None if self.descriptor_s is None else runs * self.descriptor_s + nbytes * self.byte_s
+
+    def gathered_s(self, runs: float, nbytes: float) -> float:
+        """Gathered into one write."""
+        gather_s = runs * self.gather_run_s + nbytes * self.gather_byte_s
+        return gather_s + (self.descriptor_s or 0.0) + nbytes * self.byte_s
+
+    def posting(self, runs: float, nbytes: float) -> str:
+        straight_s = self.straight_s(runs, nbytes)
+        return "straight" if straight_s is not None and straight_s <= self.gathered_s(runs, nbytes) else "gathered"
+
+    def __str__(self) -> str:
+        each = "" if self.descriptor_s is None else f"{self.descriptor_s * 1e6:.3g} µs per descriptor, "
+        return (
+            f"{self.transport}: {each}{1e-9 / self.byte_s:.3g} GB/s; "
+            f"gathering {self.gather_run_s * 1e9:.3g} ns per run, {1e-9 / self.gather_byte_s:.3g} GB/s"
+        )
 
 
 @dataclass(frozen=True)
@@ -51,6 +77,7 @@ class TrafficRow:
     token_share: float = 1.0  # part of all tokens that pass the cycles
     state: bool = False  # one row per request, so no tokens
     page_tokens: int = 1  # tokens of the sequence per page of the target
+    posting: str = "gathered"  # or straight: what costs less for a request of 1,024 tokens
 
     @property
     def mean_bytes_per_token(self) -> float:
@@ -72,8 +99,8 @@ class WorkerTotal:
     peers: tuple[int, ...]
     bytes_per_token: float
     state_bytes: int  # per request
-    direct_ms: float
-    staged_ms: float
+    straight_ms: float | None  # every run posted as it lies; None where the transport can't
+    gathered_ms: float
 
 
 @dataclass(frozen=True)
@@ -83,22 +110,22 @@ class Traffic:
     rows: list[TrafficRow]
     senders: list[WorkerTotal]
     receivers: list[WorkerTotal]
+    estimate_assumes: str
     estimate_tokens: int = ESTIMATE_TOKENS
-    estimate_assumes: str = ASSUMPTIONS
 
 
-def explain(source: Instance, target: Instance) -> Traffic:
+def explain(source: Instance, target: Instance, wire: Wire) -> Traffic:
     """Rows and totals of the pair; IncompatibleError or PlanError as in `make_plan`."""
-    rows = who_sends_what(source, target)
+    rows = [_posted(row, wire) for row in who_sends_what(source, target)]
     senders = [
-        _total(rank, [row for row in rows if row.source == rank], True)
+        _total(rank, [row for row in rows if row.source == rank], True, wire)
         for rank in sorted(worker.rank for worker in source.workers)
     ]
     takers = [
-        _total(rank, [row for row in rows if row.target == rank], False)
+        _total(rank, [row for row in rows if row.target == rank], False, wire)
         for rank in sorted(worker.rank for worker in target.workers)
     ]
-    return Traffic(source.instance, target.instance, rows, senders, takers)
+    return Traffic(source.instance, target.instance, rows, senders, takers, str(wire))
 
 
 def who_sends_what(source: Instance, target: Instance) -> list[TrafficRow]:
@@ -222,19 +249,22 @@ def _share(cycles: Iterable[Cycle]) -> float:
     return int(token_runs((0, tokens), cut)[1].sum()) / tokens
 
 
-def _total(rank: int, rows: Sequence[TrafficRow], sends: bool) -> WorkerTotal:
+def _posted(row: TrafficRow, wire: Wire) -> TrafficRow:
+    nbytes, copies = row.amount(ESTIMATE_TOKENS)
+    return replace(row, posting=wire.posting(copies, nbytes))
+
+
+def _total(rank: int, rows: Sequence[TrafficRow], sends: bool, wire: Wire) -> WorkerTotal:
     amounts = [row.amount(ESTIMATE_TOKENS) for row in rows]
     nbytes, copies = (sum(amount[i] for amount in amounts) for i in range(2))
-    link_s = nbytes / LINK_BYTES_PER_S
-    direct_s = max(link_s, copies * DESCRIPTOR_S)
-    staged_s = link_s + 2 * max(nbytes / MEMORY_BYTES_PER_S, copies * RUN_S)
+    straight_s = wire.straight_s(copies, nbytes)
     return WorkerTotal(
         rank=rank,
         peers=tuple(sorted({row.target if sends else row.source for row in rows})),
         bytes_per_token=round(sum(row.mean_bytes_per_token for row in rows), 3),
         state_bytes=sum(row.bytes_per_token for row in rows if row.state),
-        direct_ms=round(direct_s * 1e3, 3),
-        staged_ms=round(staged_s * 1e3, 3),
+        straight_ms=None if straight_s is None else round(straight_s * 1e3, 3),
+        gathered_ms=round(wire.gathered_s(copies, nbytes) * 1e3, 3),
     )
 
 

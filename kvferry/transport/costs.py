@@ -39,12 +39,14 @@ class Costs(Struct, frozen=True):
     def gathers(self, way: str, runs: int, nbytes: int) -> bool:
         """Whether to gather `runs` runs of `nbytes` bytes together into one write, rather than post each run."""
         wire = self.ways.get(way)
-        if wire is None:
+        if wire is None or way not in MOVES:
             return True
         gathered = self.gather.seconds(runs, nbytes) + wire.seconds(1, nbytes)
         return gathered < wire.seconds(runs, nbytes)
 
 
+MOVES = {"process_vm", "nixl"}
+"""Ways that can post runs as they lie, and land them in pages."""
 DEFAULTS = Costs(
     "kvferry-costs/1",
     Cost(30e-9, 0.15e-9),

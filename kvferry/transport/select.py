@@ -10,6 +10,7 @@ from kvferry.errors import DocumentError, MissingExtra, TransportError, Transpor
 from kvferry.layout.document import decode_msgpack, encode_msgpack
 from kvferry.transport.base import Export, Peer
 from kvferry.transport.copies import Bytes
+from kvferry.transport.costs import MOVES
 from kvferry.transport.local import ProcessVmPeer, ShmPeer, local_card
 from kvferry.transport.nixl import Node, need_nixl
 from kvferry.transport.staging import Staging
@@ -23,8 +24,6 @@ WAYS = {
     "tcp": ("tcp",),
     "nixl": ("nixl",),
 }
-MOVES = {"process_vm", "nixl"}
-"""Ways that take runs as they lie, and can land them in pages."""
 RDMA = Path("/sys/class/infiniband")
 """Empty or absent where there is no RDMA device. NIXL then has nothing that the ways beside it don't do better."""
 

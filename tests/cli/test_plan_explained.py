@@ -10,6 +10,7 @@ import pytest
 
 from kvferry.cli.plan import traffic_table
 from kvferry.plan.explain import TrafficRow
+from kvferry.transport.costs import known_costs
 from tests.cli.test_plan import DECODE, PREFILL, REQUEST, changed, plan
 
 
@@ -18,7 +19,7 @@ def test_totals_per_worker(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, err) == (0, "")
     rows = [re.split(r" {2,}", line) for line in out.splitlines()]
     # NHD to HND: a page of 8 tokens needs 8 × 4 layers × k and v × 2 heads copies
-    assert [row[9:] for row in rows[1:3]] == [["128", "only owner", "-"]] * 2
+    assert [row[9:] for row in rows[1:3]] == [["128", "gathered", "only owner", "-"]] * 2
     assert [row[:5] for row in rows[5:8]] == [
         ["0", "prefill-0 sends", "0-1", "1024", "0"],
         ["0", "decode-0 receives", "0", "512", "0"],
@@ -43,8 +44,30 @@ def test_replicas_cycles_and_unequal_runs_are_shown() -> None:
     )  # fmt: skip
     line = traffic_table([row]).splitlines()[1]
     assert re.split(r" {2,}", line) == [
-        "3", "0", "latent", "0-2,5,7-8", "kv", "-", "t//2%4=1", "1152", "1152-2304", "2.5", "replica 2 of 3", "1 5",
+        "3", "0", "latent", "0-2,5,7-8", "kv", "-", "t//2%4=1", "1152", "1152-2304", "2.5", "gathered",
+        "replica 2 of 3", "1 5",
     ]  # fmt: skip
+
+
+def test_the_transport_decides_what_is_gathered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = {"format": "kvferry-costs/1", "gather": {"run_s": 1e-6, "byte_s": 1e-9}}
+    costs["ways"] = {"nixl": {"run_s": 9e-7, "byte_s": 1e-9}, "tcp": {"run_s": 0, "byte_s": 1e-9}}
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    monkeypatch.setenv("KVFERRY_COSTS", str(tmp_path / "costs.json"))
+    known_costs.cache_clear()
+    found = {}
+    for transport in ("nixl", "tcp"):
+        document = json.loads(plan(capsys, PREFILL, DECODE, "--transport", transport, "--json")[1])
+        (sender,) = document["senders"]
+        found[transport] = ({row["posting"] for row in document["rows"]}, sender["straight_ms"], sender["gathered_ms"])
+    known_costs.cache_clear()
+    # 1,024 tokens: 128 pages × 128 copies to each of two targets, 1 MiB in all
+    copies, nbytes = 2 * 128 * 128, 1 << 20
+    straight, gathered = copies * 9e-4 + nbytes * 1e-6, copies * 1e-3 + 2 * nbytes * 1e-6
+    assert found["nixl"] == ({"straight"}, pytest.approx(straight, abs=1e-3), pytest.approx(gathered + 9e-4, abs=1e-3))
+    assert found["tcp"] == ({"gathered"}, None, pytest.approx(gathered, abs=1e-3))
 
 
 def test_an_svg_is_written_beside_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from kvferry.layout.document import Instance
 from kvferry.layout.request import Request
 from kvferry.layout.validate import parse_instance, parse_request
 from kvferry.plan.document import make_plan
-from kvferry.plan.explain import cycle_text, explain, ranges, slices, who_sends_what
+from kvferry.plan.explain import Wire, cycle_text, explain, ranges, slices, who_sends_what
 from tests.plan.build import instance, request
 from tests.plan.cases import random_case
 
@@ -52,7 +52,7 @@ def test_runs_and_copies_are_those_of_a_plan(
 def test_totals_under_cyclic_context_parallelism_are_means() -> None:
     source = instance("a", heads=4, pages=64, cycles=((0, 2, 4), (1, 2, 4)))
     target = instance("b", heads=4, pages=64, cycles=((0, 4, 1), (1, 4, 1), (2, 4, 1), (3, 4, 1)))
-    found = explain(source, target)
+    found = explain(source, target, Wire("nixl", 1e-6, 1e-9, 1e-8, 1e-9))
     whole = 2 * 2 * 4 * 4 * 2  # layers × parts × heads × dim × bytes
     assert [total.bytes_per_token for total in found.senders] == [whole / 2] * 2
     assert [total.bytes_per_token for total in found.receivers] == [whole / 4] * 4

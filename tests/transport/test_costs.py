@@ -25,11 +25,12 @@ def test_short_runs_are_gathered_and_long_ones_are_not() -> None:
 
 
 def test_the_choice_is_what_costs_less() -> None:
-    known = Costs("kvferry-costs/1", Cost(1e-6, 1e-9), {"x": Cost(3e-6, 5e-9)})
+    known = Costs("kvferry-costs/1", Cost(1e-6, 1e-9), {"nixl": Cost(3e-6, 5e-9), "tcp": Cost(3e-6, 5e-9)})
     for runs, nbytes in [(1, 10), (2, 1000), (2, 4000), (100, 1000), (1000, 1 << 20)]:
         gathered = (runs * 1e-6 + nbytes * 1e-9) + (3e-6 + nbytes * 5e-9)
-        assert known.gathers("x", runs, nbytes) == (gathered < runs * 3e-6 + nbytes * 5e-9)
-    assert known.gathers("unheard of", 1, 1)
+        assert known.gathers("nixl", runs, nbytes) == (gathered < runs * 3e-6 + nbytes * 5e-9)
+    assert known.gathers("unheard of", 1, 1 << 20)
+    assert known.gathers("tcp", 1, 1 << 20), "it can't post runs"
 
 
 def test_measured_costs_take_the_place_of_the_defaults(no_file: Path) -> None:
