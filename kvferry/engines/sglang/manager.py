@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_parallel, process_model_config
+from sglang.srt.runtime_context import get_disagg, get_parallel, process_model_config
 
 from kvferry.engines.dump import write_dump
 from kvferry.engines.sglang import NAME
@@ -50,7 +50,7 @@ class KVFerryManager(CommonKVManager):
         self, args: Any, disaggregation_mode: DisaggregationMode, server_args: Any, is_mla_backend: bool | None = False
     ) -> None:
         parallel = get_parallel()
-        _check_supported(parallel, args.kvferry_pool)
+        _check_supported(parallel, args.kvferry_pool, server_args)
         self.options = Options.read(os.environ)
         self.home, self._registry_server = _open_home(self.options, disaggregation_mode.value, _dp_rank(parallel, args))
         self.instance = self._describe(args, server_args, parallel)
@@ -239,6 +239,11 @@ class KVFerryManager(CommonKVManager):
         info.target_pp_ranks = list(range(info.pp_size))
         info.required_dst_info_num = info.required_prefill_response_num = 1
 
+    def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
+        """SGLang's checksum is over what a rank holds: it says something only where both sides cut alike."""
+        info = self.prefill_info_table.get(bootstrap_addr)
+        return info is not None and info.attn_tp_size == self.attn_tp_size
+
     def find_home(self, bootstrap_addr: str, dp_rank: int) -> Home:
         """EngineError where the prefill server is not there or runs another backend."""
         key = (bootstrap_addr, dp_rank)
@@ -273,7 +278,7 @@ def _dp_rank(parallel: Any, args: Any) -> int:
     return int(parallel.attn_dp_rank if parallel.dp_size == 1 else args.system_dp_rank or 0)
 
 
-def _check_supported(parallel: Any, pool: Any) -> None:
+def _check_supported(parallel: Any, pool: Any, server_args: Any) -> None:
     for what, size in (
         ("--pp-size", parallel.pp_size),
         ("context parallelism (attn_cp_size)", parallel.attn_cp_size),
@@ -284,6 +289,11 @@ def _check_supported(parallel: Any, pool: Any) -> None:
             raise EngineError(f"{what} is {size}; the kvferry backend for SGLang supports 1 so far")
     if parallel.enable_kv_cache_sharding or getattr(pool, "layer_shard_enabled", False):
         raise EngineError("pages or layers of the KV cache are spread over ranks, which is not supported yet")
+    if server_args.enable_pd_role_switch:
+        raise EngineError("--enable-pd-role-switch is not supported by the kvferry backend")
+    policy = get_disagg().disaggregation_decode_allocation_policy
+    if policy != "early":
+        raise EngineError(f"--disaggregation-decode-allocation-policy is {policy!r}; the kvferry backend needs 'early'")
 
 
 def _open_home(options: Options, role: str, dp_rank: int) -> tuple[Home, RegistryServer | None]:
