@@ -51,9 +51,9 @@ def _tokens_in(chunk: Chunk) -> int:
     return int(token_runs(chunk.tokens, chunk.box.cycles)[1].sum())
 
 
-def split(group: Group, box: Box, tokens: tuple[int, int], limit_bytes: int) -> list[Chunk]:
+def split(group: Group, box: Box, tokens: tuple[int, int], limit_bytes: int, limit_tokens: int = 0) -> list[Chunk]:
     """Cut into chunks of at most `limit_bytes`: whole layers where one fits, else pieces of one layer. Chunks without
-    bytes are left out.
+    bytes are left out. `limit_tokens`, if any: at most that many tokens in each.
 
     PlanError if one token of one part doesn't fit.
     """
@@ -69,6 +69,7 @@ def split(group: Group, box: Box, tokens: tuple[int, int], limit_bytes: int) -> 
     for parts in [box.parts] if cell * len(box.parts) <= limit_bytes else [(part,) for part in box.parts]:
         starts, lengths = token_runs(tokens, box.cycles)
         step = limit_bytes // (cell * len(parts))
+        step = min(step, limit_tokens) if limit_tokens else step
         for low, high in _token_ranges(starts, lengths, step):
             count = int(np.clip(np.minimum(starts + lengths, high) - np.maximum(starts, low), 0, None).sum())
             layers = max(1, limit_bytes // (cell * len(parts) * count))

@@ -40,6 +40,8 @@ from kvferry.session.events import (
     Died,
     Ended,
     Event,
+    ExtendCall,
+    Fence,
     Lookup,
     Note,
     Open,
@@ -201,9 +203,41 @@ class Endpoint:
 
     # the caller's side
 
-    def send(self, transfer: str, groups: dict[str, Wanted], tables: Side, *, timeout_s: float) -> Transfer:
-        """Prefill: these tokens are ready in these pages, which are read until the transfer ends, however it ends."""
-        return self._start("source", SendCall(transfer, groups, tables, timeout_s))
+    def send(
+        self,
+        transfer: str,
+        groups: dict[str, Wanted],
+        tables: Side,
+        *,
+        timeout_s: float,
+        layers: Iterable[int] | None = None,
+        last: bool = True,
+        fence: Fence | None = None,
+    ) -> Transfer:
+        """Prefill: these tokens are ready in these pages, which are read until the transfer ends, however it ends.
+
+        `last=False`: only these tokens, of these `layers` (None: of all), are there yet; `extend` says what is added.
+        `fence` is called before pages named here are read, perhaps more than once and on any thread, and returns when
+        they may be.
+        """
+        chosen = None if layers is None else tuple(layers)
+        return self._start("source", SendCall(transfer, groups, tables, timeout_s, chosen, last, fence))
+
+    def extend(
+        self,
+        transfer: Transfer,
+        groups: dict[str, Wanted],
+        tables: Side,
+        *,
+        layers: Iterable[int] | None = None,
+        last: bool = False,
+        fence: Fence | None = None,
+    ) -> None:
+        """Prefill: more of a transfer sent with `last=False` is ready. `groups` and `tables` are all that is there now,
+        not only what is new; what was named for other `layers` stays. After the end of a transfer this does nothing.
+        """
+        chosen = None if layers is None else tuple(layers)
+        self._post(ExtendCall(transfer.id, groups, tables, chosen, last, fence))
 
     def receive(
         self,
@@ -214,13 +248,18 @@ class Endpoint:
         *,
         timeout_s: float,
         registry: str = "",
+        piece_tokens: int = 0,
     ) -> Transfer:
         """Decode: fetch these tokens from instance `source` into these pages. Every rank of this instance calls it.
 
         The pages may be used when the transfer is done, and are untouched from the moment it has failed. `registry` is
-        the URL of the registry that knows `source`, if that is not this endpoint's own.
+        the URL of the registry that knows `source`, if that is not this endpoint's own. `piece_tokens`: tokens that
+        travel together at most, so that a source which sends in steps is taken as it goes; 0 leaves it to the slots.
         """
-        return self._start("target", ReceiveCall(transfer, source, groups, tables, timeout_s, registry=registry))
+        if piece_tokens < 0:
+            raise DocumentError("piece_tokens", f"must be ≥ 0, got {piece_tokens}")
+        call = ReceiveCall(transfer, source, groups, tables, timeout_s, registry=registry, piece_tokens=piece_tokens)
+        return self._start("target", call)
 
     def connect(self, source: str, *, timeout_s: float, registry: str = "") -> None:
         """Shake hands with every worker of `source` now. IncompatibleError; TransferTimeout if it is not there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Union
 
@@ -33,17 +34,40 @@ class Report:
 # events
 
 
+Fence = Callable[[], None]
+"""Returns when the pages it stands for may be read."""
+
+
 @dataclass(frozen=True)
 class SendCall:
+    """`layers`: the only ones that are there yet; `last`: no ExtendCall follows."""
+
     transfer: str
     groups: dict[str, Wanted]
     tables: Side
     timeout_s: float
+    layers: tuple[int, ...] | None = None
+    last: bool = True
+    fence: Fence | None = None
+
+
+@dataclass(frozen=True)
+class ExtendCall:
+    """More of a transfer is there. `groups` and `tables` take the place of those said before."""
+
+    transfer: str
+    groups: dict[str, Wanted]
+    tables: Side
+    layers: tuple[int, ...] | None
+    last: bool
+    fence: Fence | None
 
 
 @dataclass(frozen=True)
 class ReceiveCall:
-    """`connect_only`: stop after the handshake. `registry`: the URL that knows `source`; "" is the endpoint's own."""
+    """`connect_only`: stop after the handshake. `registry`: the URL that knows `source`; "" is the endpoint's own.
+    `piece_tokens`: pieces hold no more tokens than that; 0 leaves it to the size of a slot.
+    """
 
     transfer: str
     source: str
@@ -52,6 +76,7 @@ class ReceiveCall:
     timeout_s: float
     connect_only: bool = False
     registry: str = ""
+    piece_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,8 +180,8 @@ class Died:
 
 
 Event = Union[
-    SendCall, ReceiveCall, AbortCall, Received, Found, NotFound, Prepared, PrepareFailed, Written, WriteFailed,
-    Scattered, ScatterFailed, Died,
+    SendCall, ExtendCall, ReceiveCall, AbortCall, Received, Found, NotFound, Prepared, PrepareFailed, Written,
+    WriteFailed, Scattered, ScatterFailed, Died,
 ]  # fmt: skip
 
 
@@ -211,6 +236,7 @@ class Prepare:
     target: Instance
     groups: dict[str, Wanted]
     tables: Side
+    piece_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -229,7 +255,7 @@ class Revoke:
 
 @dataclass(frozen=True)
 class Write:
-    """Move a piece from our pages into the peer's slot, or with `runs` into its pages."""
+    """Move a piece from our pages into the peer's slot, or with `runs` into its pages; first wait for the fences."""
 
     transfer: str
     peer: Peer
@@ -242,6 +268,7 @@ class Write:
     tables: Side
     timeout_s: float
     runs: bytes = b""
+    fences: tuple[Fence, ...] = ()
 
 
 @dataclass(frozen=True)

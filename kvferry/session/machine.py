@@ -12,6 +12,7 @@ from kvferry.session.events import (
     Died,
     Ended,
     Event,
+    ExtendCall,
     Found,
     NotFound,
     Prepared,
@@ -62,6 +63,8 @@ class Machine:
             self._message(event)
         elif isinstance(event, SendCall):
             self.sources.call(event)
+        elif isinstance(event, ExtendCall):
+            self.sources.extend(event)
         elif isinstance(event, ReceiveCall):
             self.targets.call(event)
         elif isinstance(event, AbortCall):
@@ -120,8 +123,8 @@ class Machine:
     def stats(self) -> dict[str, int]:
         counts = {
             "transfers_receiving": len(self.targets.running) + len(self.targets.ending),
-            "transfers_sending": sum(1 for o in self.sources.running.values() if o.call is not None),
-            "offers_waiting": sum(1 for o in self.sources.running.values() if o.call is None),
+            "transfers_sending": sum(1 for o in self.sources.running.values() if o.called),
+            "offers_waiting": sum(1 for o in self.sources.running.values() if not o.called),
             "peers": len(self.core.known),
             "transfers_done": 0,
             "transfers_failed": 0,

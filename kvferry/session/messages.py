@@ -111,8 +111,21 @@ class Offer(About, frozen=True):
     timeout_s: Seconds
 
 
+class Part(Struct, frozen=True):
+    """What a source has said is in its pages: of each group these tokens, of these layers (None: of all)."""
+
+    groups: dict[str, Wanted]
+    layers: Union[tuple[Count, ...], None] = None
+
+
 class Ready(About, frozen=True):
-    """Source → target: the offer matches what was sent, grants may follow."""
+    """Source → target: grants may follow for pieces that lie in `parts`, each of which still holds.
+
+    `last`: nothing will be added; the source has checked that all of the offer is there.
+    """
+
+    parts: tuple[Part, ...]
+    last: bool
 
 
 class Grants(About, frozen=True):

@@ -51,7 +51,9 @@ class Preparer:
         for step in routes[self._rank]:
             group = order.target.group(step.box.group)
             wanted = order.groups.get(group.name)
-            for chunk in split(group, step.box, wanted.token_range, self._piece_bytes) if wanted else ():
+            for chunk in (
+                split(group, step.box, wanted.token_range, self._piece_bytes, order.piece_tokens) if wanted else ()
+            ):
                 pieces.setdefault(step.source, []).append(Piece(chunk, chunk_bytes(group, chunk)))
                 copies.setdefault(step.source, []).append(dense_copies(worker, group, chunk, order.tables))
         proof = _prove(worker, order.target, order.groups, [c for some in copies.values() for c in some])

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry.errors import Where
 from kvferry.layout.document import Group, Instance
-from kvferry.plan.dense import chunk_bytes
+from kvferry.layout.request import Side, Wanted
+from kvferry.plan.dense import Chunk, chunk_bytes
 from kvferry.plan.route import Box
 from kvferry.session.core import ATTEMPT, EARLY_LIMIT, Core, Memory, failure, kind_of
-from kvferry.session.events import CancelWrites, Ended, Report, SendCall, Write, WriteFailed, Written
+from kvferry.session.events import (
+    CancelWrites,
+    Ended,
+    ExtendCall,
+    Fence,
+    Report,
+    SendCall,
+    Write,
+    WriteFailed,
+    Written,
+)
 from kvferry.session.messages import (
     Abort,
     AbortAck,
@@ -19,6 +31,7 @@ from kvferry.session.messages import (
     FailureKind,
     Grants,
     Offer,
+    Part,
     Peer,
     Piece,
     Ready,
@@ -42,13 +55,18 @@ class Taker:
     grants: dict[int, bytes] = field(default_factory=dict)
     written: int = 0
     complete: bool = False
+    checked: bool = False
 
 
 @dataclass
 class Outgoing:
-    call: SendCall | None  # None while only the offer is here
+    called: bool  # False while only the offer is here
     started_s: float
     deadline_s: float
+    parts: tuple[Part, ...] = ()  # what is there yet
+    last: bool = False  # nothing is added any more
+    tables: Side = field(default_factory=Side)
+    fences: tuple[Fence, ...] = ()
     takers: dict[Peer, Taker] = field(default_factory=dict)
     phase: str = "matching"
     bytes: int = 0
@@ -68,11 +86,22 @@ class Sources:
 
     def call(self, call: SendCall) -> None:
         now = self._core.now
-        o = self.running.setdefault(call.transfer, Outgoing(None, now, now))
-        o.call, o.started_s, o.deadline_s = call, now, now + call.timeout_s
+        o = self.running.setdefault(call.transfer, Outgoing(False, now, now))
+        o.called, o.started_s, o.deadline_s = True, now, now + call.timeout_s
         if call.transfer in self._past:
             past = self._past[call.transfer] or ("refused", "this transfer id has been used before; ids are unique")
             return self.fail(call.transfer, past[0], past[1], None)
+        self._add(o, call)
+
+    def extend(self, call: ExtendCall) -> None:
+        o = self.running.get(call.transfer)
+        if o is not None and o.called and not o.last:  # else it has ended, which its caller is told by poll
+            self._add(o, call)
+
+    def _add(self, o: Outgoing, call: SendCall | ExtendCall) -> None:
+        o.parts = (*(p for p in o.parts if not _replaces(call, p)), Part(call.groups, call.layers))
+        o.tables, o.last = call.tables, call.last
+        o.fences += (call.fence,) if call.fence else ()
         for peer in list(o.takers):
             if call.transfer in self.running:
                 self._match(call.transfer, peer)
@@ -88,43 +117,48 @@ class Sources:
         if o is not None and peer in o.takers:
             return core.refuse("offer twice")
         if o is None:
-            if sum(1 for other in self.running.values() if other.call is None) >= EARLY_LIMIT:
+            if sum(1 for other in self.running.values() if not other.called) >= EARLY_LIMIT:
                 return core.abort(
                     peer, "target", transfer, "refused", f"{EARLY_LIMIT} offers wait for a send() already"
                 )
-            o = self.running[transfer] = Outgoing(None, now, now + min(offer.timeout_s, EARLY_MAX_S))
+            o = self.running[transfer] = Outgoing(False, now, now + min(offer.timeout_s, EARLY_MAX_S))
         problem = _taker_problem(o, peer, offer)
-        if o.call is None and self._pieces_waiting(peer) + len(offer.pieces) > EARLY_PIECES:
+        if not o.called and self._pieces_waiting(peer) + len(offer.pieces) > EARLY_PIECES:
             problem = f"more than {EARLY_PIECES} pieces of this peer wait for a send()"
         if problem:
             return core.abort(peer, "target", transfer, "refused", problem)
         o.takers[peer] = Taker(offer)
-        if o.call is not None:
+        if o.called:
             self._match(transfer, peer)
 
     def _pieces_waiting(self, peer: Peer) -> int:
-        early = (o.takers[peer] for o in self.running.values() if o.call is None and peer in o.takers)
+        early = (o.takers[peer] for o in self.running.values() if not o.called and peer in o.takers)
         return sum(len(taker.offer.pieces) for taker in early)
 
     def _match(self, transfer: str, peer: Peer) -> None:
         o = self.running[transfer]
-        if o.call is None:
-            return
-        problem = offer_problem(self._core.card.instance, o.call, o.takers[peer].offer)
+        taker = o.takers[peer]
+        problem = "" if taker.checked else offer_problem(self._core.card.instance, taker.offer)
+        taker.checked = True
+        if o.last and not problem:
+            problem = missing_problem(o.parts, taker.offer)
         if problem:
             return self.fail(transfer, "refused", problem, peer)
-        self._core.send(peer, Ready(transfer, ATTEMPT))
+        self._core.send(peer, Ready(transfer, ATTEMPT, o.parts, o.last))
 
     # moving
 
     def on_grants(self, peer: Peer, body: Grants) -> None:
         o = self.running.get(body.transfer)
-        if o is None or o.call is None or peer not in o.takers:
+        if o is None or not o.called or peer not in o.takers:
             return self._core.refuse("grants for no transfer of this peer")
         taker, core = o.takers[peer], self._core
         for grant in body.grants:
             if grant.piece >= len(taker.offer.pieces) or taker.offer.pieces[grant.piece].bytes != grant.bytes:
                 core.refuse("grant that does not fit its piece")
+                continue
+            if not covered(taker.offer.pieces[grant.piece].chunk, o.parts):
+                core.refuse("grant for a piece that isn't ready")
                 continue
             if grant.piece in taker.grants:
                 core.refuse("grant twice")
@@ -135,7 +169,7 @@ class Sources:
             chunk, export = taker.offer.pieces[grant.piece].chunk, core.known[peer].export
             where = (grant.piece, chunk, grant.grant, grant.address, grant.bytes)
             left_s = max(0.001, o.deadline_s - core.now)
-            core.out.append(Write(body.transfer, peer, export, *where, o.call.tables, left_s, grant.runs))
+            core.out.append(Write(body.transfer, peer, export, *where, o.tables, left_s, grant.runs, o.fences))
 
     def written(self, event: Written | WriteFailed) -> None:
         key = (event.transfer, event.peer)
@@ -167,7 +201,7 @@ class Sources:
     def on_complete(self, peer: Peer, body: Complete) -> None:
         o = self.running.get(body.transfer)
         taker = o.takers.get(peer) if o is not None else None
-        if o is None or o.call is None or taker is None or taker.written != len(taker.offer.pieces):
+        if o is None or not o.called or taker is None or taker.written != len(taker.offer.pieces):
             return self._core.refuse("complete for no finished part")
         taker.complete = True
         if {p.rank for p, t in o.takers.items() if t.complete} != set(taker.offer.takers):
@@ -208,7 +242,7 @@ class Sources:
                 core.abort(taker, "target", transfer, kind, problem)
         if any(key[0] == transfer for key in self._writing):
             core.out.append(CancelWrites(transfer))
-        if o.call is not None:
+        if o.called:
             core.out.append(Ended("source", transfer, error=failure(kind, where, problem, cause)))
 
     def died(self, peer: Peer, how: str) -> None:
@@ -223,6 +257,8 @@ class Sources:
             waiting = next((peer for peer, taker in o.takers.items() if not taker.complete), None)
             span_s = o.deadline_s - o.started_s
             detail = "no target has made an offer" if not o.takers else f"still waiting for {waiting or 'other takers'}"
+            if not o.last:
+                detail += "; extend() was never called with last=True"
             self.fail(transfer, "timeout", f"the deadline of {span_s:g} s has passed; {detail}", waiting)
 
     @property
@@ -247,11 +283,30 @@ def _taker_problem(o: Outgoing, peer: Peer, offer: Offer) -> str:
     return ""
 
 
-def offer_problem(instance: Instance, call: SendCall, offer: Offer) -> str:
-    """Why what is asked is not covered by what was sent, or nothing. Gathering proves that we own the cells."""
-    groups = {group.name: group for group in instance.groups}
+def _replaces(call: SendCall | ExtendCall, part: Part) -> bool:
+    return part.layers == call.layers and part.groups.keys() <= call.groups.keys()
+
+
+def covered(chunk: Chunk, parts: Sequence[Part]) -> bool:
+    """Whether all of a chunk lies in what is there; each layer in one part."""
+    box = chunk.box
+
+    def there(layer: int, part: Part) -> bool:
+        sent = part.groups.get(box.group)
+        return sent is not None and (part.layers is None or layer in part.layers) and _holds(sent, chunk.tokens)
+
+    return all(any(there(layer, part) for part in parts) for layer in box.layers)
+
+
+def _holds(sent: Wanted, tokens: tuple[int, int]) -> bool:
+    return _inside(tokens, sent.token_range)
+
+
+def missing_problem(parts: Sequence[Part], offer: Offer) -> str:
+    """Why what is asked is not covered by all that was sent, or nothing."""
+    groups = {name: sent for part in parts for name, sent in part.groups.items()}
     for name, wanted in offer.groups.items():
-        sent = call.groups.get(name)
+        sent = groups.get(name)
         if sent is None:
             return f"group {name}: the target asks for it, send() did not name it"
         if sent.position != wanted.position:
@@ -262,6 +317,19 @@ def offer_problem(instance: Instance, call: SendCall, offer: Offer) -> str:
                 f"group {name}: the target asks for tokens {list(wanted.token_range)}, "
                 f"send() has {list(sent.tokens or ())}"
             )
+    for index, piece in enumerate(offer.pieces):
+        if not covered(piece.chunk, parts):
+            box = piece.chunk.box
+            return (
+                f"piece {index}: tokens {list(piece.chunk.tokens)} of group {box.group}, layers {list(box.layers)} are "
+                "asked for, send() and extend() have not named them all"
+            )
+    return ""
+
+
+def offer_problem(instance: Instance, offer: Offer) -> str:
+    """Why an offer makes no sense, or nothing. Gathering proves that we own the cells."""
+    groups = {group.name: group for group in instance.groups}
     for index, piece in enumerate(offer.pieces):
         problem = _piece_problem(piece, offer)
         group = groups.get(piece.chunk.box.group)

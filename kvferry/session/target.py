@@ -45,6 +45,7 @@ from kvferry.session.messages import (
 )
 from kvferry.session.registry import Entry
 from kvferry.session.slots import Lease
+from kvferry.session.source import covered
 
 EARLY_KEEP_S = 600.0
 
@@ -54,9 +55,10 @@ class Flow:
     """What one source worker brings."""
 
     shipment: Shipment
-    waiting: deque[int]  # pieces without a slot yet
+    unready: list[int]  # pieces that the source doesn't have yet
+    waiting: deque[int] = field(default_factory=deque)  # pieces that are ready, without a slot yet
     granted: dict[int, Lease] = field(default_factory=dict)
-    ready: bool = False
+    ready: bool = False  # all of it is there, the source has checked
     landed: int = 0
 
     @property
@@ -170,7 +172,8 @@ class Targets:
         if t.call.connect_only:
             return self._finish(t)
         t.planning = True
-        core.out.append(Prepare(t.call.transfer, (t.sources, t.ranks), source, target, t.call.groups, t.call.tables))
+        call, key = t.call, (t.sources, t.ranks)
+        core.out.append(Prepare(call.transfer, key, source, target, call.groups, call.tables, call.piece_tokens))
 
     def prepared(self, event: Prepared) -> None:
         t = self.running.get(event.transfer)
@@ -182,7 +185,7 @@ class Targets:
         for peer in t.sources:
             shipment = event.shipments.get(peer.rank)
             if shipment is not None:
-                t.flows[peer] = Flow(shipment, deque(range(len(shipment.pieces))))
+                t.flows[peer] = Flow(shipment, list(range(len(shipment.pieces))))
                 offer = Offer(t.call.transfer, ATTEMPT, t.call.groups, shipment.pieces, shipment.takers, left_s)
                 self._core.send(peer, offer)
         early = self._early.pop(t.call.transfer, None)
@@ -201,12 +204,17 @@ class Targets:
         if found is None:
             return
         t, flow = found
-        if not flow.ready:
-            flow.ready = True
-            if t.phase == "matching":
-                t.phase = "moving"
+        now_ready = [i for i in flow.unready if covered(flow.shipment.pieces[i].chunk, body.parts)]
+        if body.last and len(now_ready) != len(flow.unready):
+            return self.fail(t, "refused", "the source is through but has not named all that it was asked for", peer)
+        flow.unready = [i for i in flow.unready if i not in set(now_ready)]
+        if now_ready and not flow.waiting:
             self._turns.append((body.transfer, peer))
-            self._progress(t)
+        flow.waiting.extend(now_ready)
+        flow.ready = flow.ready or body.last
+        if t.phase == "matching":
+            t.phase = "moving"
+        self._progress(t)
 
     def pump(self) -> None:
         """Hand free slots to those that wait, one each in turn."""
@@ -260,7 +268,7 @@ class Targets:
             t.scattering[peer, body.piece] = lease
             self._core.out.append(Revoke(lease.grant))
             self._core.out.append(Scatter(body.transfer, peer, body.piece, lease.slot, lease.nbytes, copies))
-        if t.phase == "moving" and not any(f.waiting or f.granted for f in t.flows.values()):
+        if t.phase == "moving" and not any(f.unready or f.waiting or f.granted for f in t.flows.values()):
             t.phase = "landing"
 
     def scattered(self, event: Scattered | ScatterFailed) -> None:

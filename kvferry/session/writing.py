@@ -62,6 +62,8 @@ class Writer:
     def _write(self, job: Write, cancelled: threading.Event) -> Written:
         if cancelled.is_set():
             raise TransportError("the transfer ended before this write began")
+        for fence in job.fences:
+            fence()
         copies = dense_copies(self._worker, self._instance.group(job.chunk.box.group), job.chunk, job.tables)
         if copies.total_bytes != job.nbytes:
             raise PlanError(f"piece {job.piece} has {copies.total_bytes} bytes here, {job.nbytes} were granted")

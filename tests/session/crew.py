@@ -49,6 +49,27 @@ class Worker:
         groups = {"attn": Wanted(tokens)}
         self.transfers[transfer] = self._endpoint.send(transfer, groups, table(pages, start), timeout_s=timeout_s)
 
+    def send_part(
+        self,
+        transfer: str,
+        pages: list[int],
+        tokens: tuple[int, int],
+        last: bool,
+        layers: list[int] | None = None,
+        timeout_s: float = 20.0,
+    ) -> None:
+        """The first call sends, later ones extend. Its fence fills the pages, so whoever reads before it reads junk."""
+        groups, side = {"attn": Wanted(tokens)}, table(pages, 0)
+
+        def fence() -> None:
+            self.pool.fill(pages, 0, tokens)
+
+        more = {"layers": layers, "last": last, "fence": fence}
+        if transfer in self.transfers:
+            self._endpoint.extend(self.transfers[transfer], groups, side, **more)
+        else:
+            self.transfers[transfer] = self._endpoint.send(transfer, groups, side, timeout_s=timeout_s, **more)
+
     def receive(
         self,
         transfer: str,
@@ -58,10 +79,11 @@ class Worker:
         tokens: tuple[int, int],
         timeout_s: float,
         registry: str = "",
+        piece_tokens: int = 0,
     ) -> None:
         groups, side = {"attn": Wanted(tokens)}, table(pages, start)
         self.transfers[transfer] = self._endpoint.receive(
-            transfer, source, groups, side, timeout_s=timeout_s, registry=registry
+            transfer, source, groups, side, timeout_s=timeout_s, registry=registry, piece_tokens=piece_tokens
         )
 
     def connect(self, source: str, timeout_s: float) -> None:
@@ -86,6 +108,10 @@ class Worker:
 
     def untouched(self) -> bool:
         return bool((self.pool.memory == WorkerPool(self.pool.shape, self.pool.rank).memory).all())
+
+    def landed(self, transfer: str) -> int:
+        running = self._endpoint._machine.targets.running.get(transfer)
+        return sum(flow.landed for flow in running.flows.values()) if running else -1
 
     def pages_free(self, transfer: str) -> bool:
         return self.transfers[transfer].pages_free

@@ -14,10 +14,10 @@ from kvferry.plan.dense import Chunk
 from kvferry.plan.route import Box
 from kvferry.session import core, source
 from kvferry.session.endpoint import Endpoint
-from kvferry.session.events import Close, Ended, Found, ReceiveCall, Received, SendCall
-from kvferry.session.messages import Offer, Peer, Piece
+from kvferry.session.events import Close, Ended, Found, ReceiveCall, Received
+from kvferry.session.messages import Offer, Part, Peer, Piece
 from kvferry.session.registry import Entry, Registry
-from kvferry.session.source import offer_problem
+from kvferry.session.source import missing_problem, offer_problem
 from kvferry.transport.memory import HostMemory, map_array
 from tests.plan import build
 from tests.session.pools import Shape, WorkerPool, instance, table
@@ -51,7 +51,7 @@ def test_a_piece_that_the_group_cannot_have_is_refused_before_it_is_planned(
     shape = Shape()
     ours = instance("p", shape, (WorkerPool(shape, 0).worker(),))
     offer = Offer("t", 1, TOKENS, (Piece(Chunk(box, tokens), nbytes),), (0,), 1.0)
-    problem = offer_problem(ours, SendCall("t", TOKENS, TABLES, 1.0), offer)
+    problem = offer_problem(ours, offer) or missing_problem([Part(TOKENS)], offer)
     assert expected in problem
     assert bool(problem) == bool(expected)
 
@@ -61,7 +61,7 @@ def test_no_tokens_named_is_no_way_around_the_tokens_that_were_sent() -> None:
     ours = instance("p", shape, (WorkerPool(shape, 0).worker(),))
     piece = Piece(Chunk(Box("attn", (0,), ("k",), FULL), (0, 1)), 64)
     offer = Offer("t", 1, {"attn": Wanted()}, (piece,), (0,), 1.0)
-    problem = offer_problem(ours, SendCall("t", {"attn": Wanted((4, 8))}, TABLES, 1.0), offer)
+    problem = offer_problem(ours, offer) or missing_problem([Part({"attn": Wanted((4, 8))})], offer)
     assert "asks for tokens [0, 1], send() has [4, 8]" in problem
 
 

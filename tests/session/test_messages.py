@@ -31,7 +31,7 @@ BODIES: list[m.Message] = [
     m.Welcome(CARD),
     m.Goodbye(),
     m.Offer("a", 1, {"attn": Wanted((0, 5))}, (m.Piece(Chunk(BOX, (0, 5)), 9),), (0, 1), 1.5),
-    m.Ready("a", 1),
+    m.Ready("a", 1, (m.Part({"attn": Wanted((0, 4))}, (0, 2)),), False),
     m.Grants("a", 1, (m.Grant(0, b"g" * 16, Address(2**64 - 1), 9),)),
     m.ChunkDone("a", 1, 0, b"g" * 16, 9),
     m.Landed("a", 1),
