@@ -109,6 +109,12 @@ class Worker:
     def untouched(self) -> bool:
         return bool((self.pool.memory == WorkerPool(self.pool.shape, self.pool.rank).memory).all())
 
+    def cpu_while_idle(self, seconds: float) -> float:
+        """This process's share of one core while it has nothing to do."""
+        started = time.process_time()
+        time.sleep(seconds)
+        return (time.process_time() - started) / seconds
+
     def landed(self, transfer: str) -> int:
         running = self._endpoint._machine.targets.running.get(transfer)
         return sum(flow.landed for flow in running.flows.values()) if running else -1

@@ -111,6 +111,14 @@ def test_an_unknown_choice_is_refused(field: str, crew: Crew, registry: str) -> 
         open_pair(crew, registry, Shape(), Shape(), **{field: "perhaps"})
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_idle_endpoint_leaves_the_core_alone(transport: str, crew: Crew, registry: str) -> None:
+    """Under 3 % of one core on either side, connected and after a transfer."""
+    pair = open_pair(crew, registry, Shape(), Shape(), transport=transport)
+    cross(pair)
+    assert max(every(pair.sources + pair.targets, "cpu_while_idle", 2.0)) < 0.03
+
+
 def test_f36_prefix_and_order_and_many_transfers_on_one_pair(crew: Crew, registry: str) -> None:
     """A decode-side prefix hit, receive before send, and requests much larger than the landing memory."""
     pair = open_pair(crew, registry, Shape(tp=2), Shape(tp=1), slots=2, slot_bytes=256)
