@@ -1,4 +1,6 @@
-"""`kvferry bench plan`: what planning costs, beside what writing its result once costs."""
+"""`kvferry bench plan`: what planning costs, beside what writing its result once costs. `kvferry bench transfer`: what
+moving costs, beside the same bytes moved without kvferry.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import argparse
 import json
 
 from kvferry.cli.bench_plan import WORKLOADS, Measured, measure
+from kvferry.cli.bench_transfer import command as transfer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,9 +17,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan.add_argument("--json", action="store_true", help="print a JSON document")
     plan.add_argument("--repeat", type=int, default=5, metavar="N", help="take the best of N runs (default: 5)")
     plan.add_argument("--only", metavar="TEXT", default="", help="only workloads whose name contains TEXT")
+    plan.set_defaults(measure=_plan)
+    moving = what.add_parser("transfer", help="moving a cache between processes, beside the same bytes without kvferry")
+    transfer.add_arguments(moving)
+    moving.set_defaults(measure=transfer.run)
 
 
 def run(args: argparse.Namespace) -> int:
+    code: int = args.measure(args)
+    return code
+
+
+def _plan(args: argparse.Namespace) -> int:
     rows = [measure(workload, max(1, args.repeat)) for workload in WORKLOADS if args.only in workload.name]
     if args.json:
         print(json.dumps({"workloads": [row.as_json() for row in rows]}, indent=1))

@@ -22,7 +22,11 @@ from kvferry.session.registry import RegistryServer
 
 DIRECT_TRANSPORTS = ("process_vm", "nixl")
 """Those that can write straight into the target's pages."""
-STAGED, DIRECT, RAW = "staged", "direct", "raw"
+STAGED, DIRECT = "staged", "direct"
+"""By kvferry: as it does by default, and straight into the target's pages."""
+ONE_PIECE, MERGED, PER_RUN = "wire", "merged", "per run"
+"""Without it: one piece of memory as descriptors of 1 MiB, neighbours merged by hand, one descriptor per run."""
+RAW = (ONE_PIECE, MERGED, PER_RUN)
 SETTLE_S = 0.05
 OFFER_S = 60.0
 _numbers = itertools.count()
@@ -58,7 +62,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be measured."""
+    """What is to be measured. Each case is sized to about `bytes` bytes over all its target workers."""
 
     transports: tuple[str, ...]
     cases: tuple[str, ...]
@@ -68,16 +72,21 @@ class Order:
 
     def scenarios(self) -> list[tuple[Scenario, tuple[str, ...]]]:
         """(case, ways) in the order of the table; the wire is always among them."""
-        found: list[tuple[Scenario, tuple[str, ...]]] = [(WIRE, (RAW,))]
+        found: list[tuple[Scenario, tuple[str, ...]]] = [(WIRE, (ONE_PIECE,))]
         for scenario in TABLE:
             if scenario.key in self.cases:
                 found.append((scenario, WAYS.get(scenario.key, (STAGED,))))
         if CURVE in self.cases:
-            found += [(of_run_length(nbytes), (RAW, STAGED)) for nbytes in self.curve_run_bytes]
+            found += [(of_run_length(nbytes), (PER_RUN, STAGED)) for nbytes in self.curve_run_bytes]
         return [(scenario.sized(self.bytes), ways) for scenario, ways in found]
 
+    @property
+    def steps(self) -> int:
+        """How often `measure` reports a step at most."""
+        return len(self.transports) * (1 + len(self.scenarios()))
 
-WAYS = {EQUAL.key: (RAW, DIRECT, STAGED), SPLIT.key: (RAW, STAGED)}
+
+WAYS = {EQUAL.key: (MERGED, DIRECT, STAGED), SPLIT.key: (PER_RUN, STAGED)}
 
 
 @dataclass
@@ -176,8 +185,8 @@ def _case(
         copies = _plan(scenario, found[: len(sources)], found[len(sources) :])
         lengths = np.concatenate([runs.lengths for runs in copies.values()])
         for way in ways:
-            if way == RAW:
-                yield stand.row(way, lengths, _raw(stand, copies))
+            if way in RAW:
+                yield stand.row(way, lengths, _raw(stand, way, copies))
             elif way == STAGED or transport in DIRECT_TRANSPORTS:
                 yield _by_kvferry(stand, registry, way, lengths)
     finally:
@@ -192,7 +201,7 @@ def _plan(scenario: Scenario, sources: Sequence[Address], targets: Sequence[Addr
     return {pair: cut(runs) for pair, runs in copies.items()} if scenario.key == WIRE.key else copies
 
 
-def _raw(stand: _Stand, copies: dict[tuple[int, int], Copies]) -> list[float]:
+def _raw(stand: _Stand, way: str, copies: dict[tuple[int, int], Copies]) -> list[float]:
     runs = [copies[0, rank] for rank in range(len(stand.targets))]
     for target, some in zip(stand.targets, runs):
         target("set_runs", [some])
@@ -209,7 +218,7 @@ def _raw(stand: _Stand, copies: dict[tuple[int, int], Copies]) -> list[float]:
             (started_s, ended_s), *_ = answers([source, *stand.targets])
             return float(ended_s - started_s)
 
-        return stand.repeated(RAW, move)
+        return stand.repeated(way, move)
     finally:
         every(stand.sources, "close_ways")
         every(stand.targets, "close_ways")

@@ -84,12 +84,11 @@ class Worker:
 
     def open_endpoint(self, name: str, registry: str, transport: str, options: dict[str, str]) -> None:
         pool = self.pool
-        worlds = [pool.address.value] * self._scenario.shape(self._side).world
         self._endpoint = Endpoint(
-            self._scenario.instance(self._side, name, worlds),
+            self._instance(self._side, name),
             self._rank,
             HostMemory([map_array(pool.bytes)]),
-            world=len(worlds),
+            world=self._scenario.shape(self._side).world,
             registry=registry,
             transport=transport,
             slot_bytes=SLOT_BYTES,
@@ -162,7 +161,7 @@ class Worker:
 
     def _chunks(self) -> list[Chunk]:
         scenario = self._scenario
-        source, target = (self._instance(side) for side in ("source", "target"))
+        source, target = (self._instance(side, side) for side in ("source", "target"))
         ranks = range(scenario.target.world) if self._side == "source" else [self._rank]
         chunks = []
         for rank in ranks:
@@ -171,8 +170,10 @@ class Worker:
                     chunks += split(scenario.group, step.box, (0, scenario.tokens), SLOT_BYTES)
         return [chunk for chunk in chunks if chunk_bytes(scenario.group, chunk)]
 
-    def _instance(self, side: SideName) -> Instance:
-        return self._scenario.instance(side, side, [self.pool.address.value] * self._scenario.shape(side).world)
+    def _instance(self, side: SideName, name: str) -> Instance:
+        """A side as if all its workers had their memory where this one has it: each has an address space of its own."""
+        here = [self.pool.address.value for _ in range(self._scenario.shape(side).world)]
+        return self._scenario.instance(side, name, here)
 
     def _dense(self, chunk: Chunk) -> DenseCopies:
         return dense_copies(self.pool.worker, self._scenario.group, chunk, self._scenario.table(self._side))
