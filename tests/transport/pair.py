@@ -157,7 +157,7 @@ class Pair:
             raise
         theirs.close()
 
-    def write(self, *, held: bool = False, timeout_s: float = 60.0) -> None:
+    def write(self, *, held: bool = False, timeout_s: float = 20.0) -> None:
         """The source starts to write; `held`: and waits in the middle of its gather for `release`."""
         self.source.do("write", held, timeout_s)
         assert self.events.poll(ANSWER_S), "the write doesn't begin"
@@ -184,6 +184,10 @@ class Pair:
     def landed(self) -> int:
         """Bytes of the old write. After `reuse`: those that came later."""
         return int(np.count_nonzero(self.slot == OLD))
+
+    def any_landed(self) -> bool:
+        """A quick look: one byte of each page."""
+        return bool((self.slot[::4096] == OLD).any())
 
     def end(self) -> None:
         for child in (self.source, self.target):
