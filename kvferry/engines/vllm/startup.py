@@ -73,7 +73,7 @@ def start_worker(config: Any, cache_config: Any, tensors: Mapping[str, Any], opt
     try:
         mine = (server.url if server else options.registry, read_groups(layers, tensors, kv_heads))
         everyone = _exchange(mine, place)
-        registry = everyone[0][0]
+        registry, _ = everyone[0]  # only worker 0 knows it
         groups = merge_groups(found for _, found in everyone)
         heads = tp_heads(kv_heads, place.tp, place.tp_rank)
         worker = read_worker(place.rank, heads, layers, tensors, groups, cache_config.num_blocks)

@@ -6,10 +6,6 @@ from pathlib import Path
 import pytest
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "vllm: starts real vLLM servers; see `make test-vllm`")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if importlib.util.find_spec("vllm") is None:
         for item in items:

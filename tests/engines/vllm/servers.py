@@ -44,7 +44,8 @@ class Server:
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / f"{name}.log"
-        own = {"VLLM_RPC_BASE_PATH": str(folder), "TMPDIR": str(folder), "PORT": str(port), "PYTHON": sys.executable}
+        own = {"VLLM_RPC_BASE_PATH": str(folder), "TMPDIR": str(folder), "KVFERRY_DUMP": str(folder / "dumps")}
+        own |= {"PORT": str(port), "PYTHON": sys.executable}  # for the example's scripts
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command,

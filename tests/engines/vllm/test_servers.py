@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.engines.dump import merge_dumps, read_dump
 from tests.engines.vllm.servers import (
     Server,
     connector,
@@ -186,6 +187,17 @@ def test_few_or_foreign_block_ids_change_nothing(servers: dict[str, Server]) -> 
         prompt = prompts(30 + index)[5]
         answer = target.complete(prompt, kv_transfer_params={**prefill(source, prompt), "remote_block_ids": ids})
         assert tokens_of(answer) == tokens_of(servers["plain"].complete(prompt))
+
+
+def test_what_was_registered_and_read_is_written_down(servers: dict[str, Server], folder: Path) -> None:
+    dumps = [read_dump(path) for path in (folder / "dumps").glob("vllm-*.json")]
+    (second,) = (dump.layout.instance for dump in dumps if dump.rank == 1)
+    both = sorted((dump for dump in dumps if dump.layout.instance == second), key=lambda dump: dump.rank)
+    assert [tensor.shape[1:] for dump in both for tensor in dump.tensors] == [(2, 32, 64)] * 8
+    workers = merge_dumps(both).workers
+    assert [pool.owned["head"] for worker in workers for pool in worker.pools] == [((0, 2),)] * 2 + [((2, 4),)] * 2
+    # the CPU backend's keys are transposed: the token is the innermost axis
+    assert {mode.stride_bytes for mode in workers[0].pools[0].modes if mode.axis == "token"} == {4}
 
 
 # the slow prefill server: something happens in the middle of a transfer
