@@ -11,9 +11,10 @@ export SGLANG_HOST_IP=127.0.0.1 GLOO_SOCKET_IFNAME=lo HF_HUB_OFFLINE=1 CUDA_VISI
 # with a CUDA build of torch, tensor parallelism must not look for NCCL here
 export SGLANG_NCCL_SO_PATH=/nonexistent
 
-serve() { # serve PORT ARGUMENTS…: becomes the server
+serve() { # serve PORT ARGUMENTS…: becomes the server; an idle one sleeps instead of keeping a core busy
     port=$1 && shift
     exec "$SGLANG_VENV/bin/python" -m sglang.launch_server --model-path "$MODEL" --host 127.0.0.1 --port "$port" \
         --tp-size "$TP" --device cpu --attention-backend torch_native --sampling-backend pytorch --dtype float32 \
-        --mem-fraction-static 0.3 --max-total-tokens 4096 --disable-overlap-schedule --skip-server-warmup "$@"
+        --mem-fraction-static 0.3 --max-total-tokens 4096 --disable-overlap-schedule --skip-server-warmup \
+        --sleep-on-idle "$@"
 }

@@ -19,7 +19,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_disagg, get_parallel, process_model_config
+from sglang.srt.runtime_context import get_disagg, get_parallel, get_schedule, process_model_config
 
 from kvferry.engines.dump import write_dump
 from kvferry.engines.sglang import NAME
@@ -32,6 +32,7 @@ from kvferry.errors import DocumentError, EngineError, TransferError
 from kvferry.layout.document import Instance
 from kvferry.layout.request import Side, Table, Wanted
 from kvferry.session import Endpoint, RegistryServer, Transfer
+from kvferry.session.events import Fence
 from kvferry.transport.memory import HostMemory
 
 LOG = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ class KVFerryManager(CommonKVManager):
         self.rooms, self.attempts = Rooms(), Attempts()
         self._running: dict[str, int] = {}
         self._homes: dict[tuple[str, int], Home] = {}
+        # pieces as prefill computes them, so that each can move while the next is computed
+        self.piece_tokens = max(0, get_schedule().chunked_prefill_size or 0)
         self.transfer_timeout_s = float(envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get())
         # the first thing that the outside hears of us is the registration that this ends with
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
@@ -103,13 +106,21 @@ class KVFerryManager(CommonKVManager):
 
     # rooms and transfers
 
-    def send_pages(self, room: int, transfer: str, pages: Sequence[int], row: int) -> Transfer:
-        """Prefill: these pages hold the prompt from its first token on, and row `row` what goes with it."""
-        tokens = (0, len(pages) * self.kv_args.page_size)
-        started = self.endpoint.send(
-            transfer, self._wanted(tokens), _side(pages, 0, row), timeout_s=self.transfer_timeout_s
-        )
-        return self._started(room, started)
+    def begin_send(self, room: int, transfer: str) -> Transfer:
+        """Prefill: nothing is computed yet. From now on either side's end of the request ends the other's."""
+        started = self.endpoint.send(transfer, {}, Side(), timeout_s=self.transfer_timeout_s, last=False)
+        self._running[started.id] = room
+        return started
+
+    def send_more(
+        self, room: int, transfer: Transfer, pages: Sequence[int], row: int | None, fence: Fence | None
+    ) -> None:
+        """Prefill: these pages hold the prompt from its first token on, and at the end row `row` what goes with it."""
+        wanted = self._wanted((0, len(pages) * self.kv_args.page_size))
+        if row is None:
+            wanted = {name: each for name, each in wanted.items() if each.tokens is not None}
+        self.endpoint.extend(transfer, wanted, _side(pages, 0, row), last=row is not None, fence=fence)
+        self.update_status(room, KVPoll.Transferring)
 
     def receive_pages(
         self, room: int, transfer: str, source: Home, pages: Sequence[int], start: int, row: int
@@ -123,8 +134,11 @@ class KVFerryManager(CommonKVManager):
             _side(pages, start, row),
             timeout_s=self.transfer_timeout_s,
             registry=source.registry,
+            piece_tokens=self.piece_tokens,
         )
-        return self._started(room, started)
+        self._running[started.id] = room
+        self.update_status(room, KVPoll.Transferring)
+        return started
 
     def _wanted(self, tokens: tuple[int, int]) -> dict[str, Wanted]:
         # whole pages, as SGLang counts them; the row belongs to exactly this many tokens
@@ -132,11 +146,6 @@ class KVFerryManager(CommonKVManager):
             group.name: Wanted(tokens=tokens) if group.growth == "token" else Wanted(position=tokens[1])
             for group in self.instance.groups
         }
-
-    def _started(self, room: int, transfer: Transfer) -> Transfer:
-        self._running[transfer.id] = room
-        self.update_status(room, KVPoll.Transferring)
-        return transfer
 
     def check_status(self, bootstrap_room: int) -> KVPoll:
         """Called by SGLang's senders and receivers whenever the scheduler polls them."""
@@ -269,8 +278,8 @@ class KVFerryManager(CommonKVManager):
         super()._handle_node_failure(failed_bootstrap_addr)
 
 
-def _side(pages: Sequence[int], start: int, row: int) -> Side:
-    return Side({KV_TABLE: Table(tuple(pages), start), ROW_TABLE: Table((row,))})
+def _side(pages: Sequence[int], start: int, row: int | None) -> Side:
+    return Side({KV_TABLE: Table(tuple(pages), start), ROW_TABLE: Table(() if row is None else (row,))})
 
 
 def _dp_rank(parallel: Any, args: Any) -> int:

@@ -16,7 +16,7 @@ from kvferry.session import Transfer
 
 
 class KVFerrySender(CommonKVSender):
-    """Bootstrapping until decode asks, WaitingForInput until the last chunk, Transferring until the endpoint is done.
+    """Bootstrapping until decode asks, WaitingForInput until the first chunk, then Transferring.
 
     The number of tokens that decode has already is no concern of prefill: all pages are sent, and decode takes from
     them what it lacks.
@@ -36,6 +36,18 @@ class KVFerrySender(CommonKVSender):
         if self._taken:
             self.conclude_state = KVPoll.Failed
 
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        """Decode has pages and prefill is about to compute."""
+        super().init(num_kv_indices, aux_index)
+        word = self.kv_mgr.rooms.last(self.bootstrap_room)
+        if not isinstance(word, Ask):
+            self.kv_mgr.fail_room(self.bootstrap_room, "decode no longer asks for this request")
+            return
+        try:
+            self._transfer = self.kv_mgr.begin_send(self.bootstrap_room, word.transfer)
+        except KVFerryError as error:
+            self.kv_mgr.fail_room(self.bootstrap_room, str(error))
+
     def send(
         self,
         kv_indices: npt.NDArray[np.int32],
@@ -43,30 +55,16 @@ class KVFerrySender(CommonKVSender):
         num_kv_tokens: int | None = None,
         indices_event: Any = None,
     ) -> None:
-        """One chunk's page ids. The transfer begins with the last chunk; until then nothing reads the pages."""
-        if self.conclude_state is not None:
-            return
-        self._wait_for_forward()
-        self._pages += kv_indices.tolist()
-        if len(self._pages) >= self.num_kv_indices:
-            self._begin()
-
-    def _wait_for_forward(self) -> None:
-        """SGLang may hand over a chunk before the device has computed it, with an event for its end."""
+        """One chunk's page ids; it moves while the next is computed. The metadata row is complete with the last."""
+        # SGLang may hand over a chunk before the device has computed it, with an event for its end
         event: Any = self._early_send_wait_event
         self._early_send_wait_event: Any = None
-        if event is not None:
-            event.synchronize()
-
-    def _begin(self) -> None:
-        word = self.kv_mgr.rooms.last(self.bootstrap_room)
-        if not isinstance(word, Ask):
-            self.kv_mgr.fail_room(self.bootstrap_room, "decode no longer asks for this request")
+        if self.conclude_state is not None or self._transfer is None:
             return
-        try:
-            self._transfer = self.kv_mgr.send_pages(self.bootstrap_room, word.transfer, self._pages, self.aux_index)
-        except KVFerryError as error:
-            self.kv_mgr.fail_room(self.bootstrap_room, str(error))
+        self._pages += kv_indices.tolist()
+        row = self.aux_index if len(self._pages) >= self.num_kv_indices else None
+        fence = event.synchronize if event is not None else None
+        self.kv_mgr.send_more(self.bootstrap_room, self._transfer, self._pages, row, fence)
 
     def get_transfer_metric(self) -> KVTransferMetric:
         report = self._transfer.report if self._transfer is not None else None
@@ -77,8 +75,8 @@ class KVFerrySender(CommonKVSender):
     def abort(self) -> None:
         if self._taken:
             return
-        if self._transfer is not None:
-            self.kv_mgr.endpoint.abort(self._transfer, "aborted on prefill's side")
+        # some of the scheduler's ways give the pages to others right after this
+        self.kv_mgr.finish(self._transfer, "aborted on prefill's side")
         super().abort()
 
     def clear(self) -> None:

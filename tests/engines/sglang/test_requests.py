@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from kvferry.engines.sglang.sender import KVFerrySender  # noqa: E402
 from kvferry.errors import EngineError  # noqa: E402
 from kvferry.layout.document import Mode  # noqa: E402
 from kvferry.session import RegistryServer  # noqa: E402
-from tests.engines.sglang.rig import Rank, Rig, open_rig, start_side, wait_for  # noqa: E402
+from tests.engines.sglang.rig import LAYERS, Rank, Rig, open_rig, start_side, wait_for  # noqa: E402
 
 PAGES = [3, 7, 1]
 
@@ -135,7 +137,7 @@ def test_decode_aborts(rig: Rig, begun: bool) -> None:
 def test_prefill_aborts_while_moving(rig: Rig) -> None:
     target, source = receiver(rig, 2), sender(rig, 2)
     wait_for(lambda: source.poll() == KVPoll.WaitingForInput)
-    source.kv_mgr.endpoint._memory.gather = lambda *_: wait_for(lambda: target.poll() == KVPoll.Failed)
+    source.kv_mgr.endpoint._memory.gather = lambda *_: time.sleep(0.5)
     send(rig, source, PAGES)
     source.abort()
     assert source.poll() == KVPoll.Failed
@@ -144,6 +146,63 @@ def test_prefill_aborts_while_moving(rig: Rig) -> None:
     ends(target, KVPoll.Failed)
     assert "aborted on prefill's side" in reason(target)
     assert clean(rig)
+
+
+@pytest.mark.parametrize("chunks", [0, 1])
+def test_prefill_aborts_between_chunks(rig: Rig, chunks: int) -> None:
+    """Decode hears of it at once, not by its deadline (F54)."""
+    target, source = receiver(rig, 2), sender(rig, 2)
+    wait_for(lambda: source.poll() == KVPoll.WaitingForInput)
+    rig.run(rig.prefill[0], source.init, len(PAGES), 2)
+    for page in PAGES[:chunks]:
+        rig.run(rig.prefill[0], source.send, np.array([page], np.int32), None, 16)
+    source.abort()
+    assert source._transfer.state == "failed"  # the scheduler gives the pages away now
+    assert "Aborted" in reason(source)
+    ends(target, KVPoll.Failed)
+    assert "aborted on prefill's side" in reason(target)
+    assert clean(rig)
+
+
+def test_a_chunk_moves_while_the_next_is_computed(rig: Rig) -> None:
+    (target_rank,), (source_rank,) = rig.decode, rig.prefill
+    target_rank.manager.piece_tokens = 16
+    source_rank.fill(PAGES, range(48), 2)
+    target, source = receiver(rig, 2), sender(rig, 2)
+    wait_for(lambda: source.poll() == KVPoll.WaitingForInput)
+    rig.run(source_rank, source.init, len(PAGES), 2)
+    first = slice(PAGES[0] * 16, PAGES[0] * 16 + 16)
+
+    def arrived() -> bool:
+        return all(
+            bool((target_rank.cells(layer, part)[first] == source_rank.cells(layer, part)[first]).all())
+            for layer in range(LAYERS)
+            for part in range(2)
+        )
+
+    assert not arrived()
+    rig.run(source_rank, source.send, np.array(PAGES[:1], np.int32), None, 16)
+    wait_for(arrived)
+    assert source.poll() == target.poll() == KVPoll.Transferring
+    rig.run(source_rank, source.send, np.array(PAGES[1:], np.int32), [], 32)
+    ends(source, KVPoll.Success)
+    ends(target, KVPoll.Success)
+
+
+def test_a_chunk_is_not_read_before_its_event(rig: Rig) -> None:
+    """F50."""
+    (rank,) = rig.prefill
+    order: list[str] = []
+    gather = rank.manager.endpoint._memory.gather
+    rank.manager.endpoint._memory.gather = lambda *args: (order.append("read"), gather(*args))[1]
+    target, source = receiver(rig, 2), sender(rig, 2)
+    wait_for(lambda: source.poll() == KVPoll.WaitingForInput)
+    rig.run(rank, source.init, len(PAGES), 2)
+    source._early_send_wait_event = SimpleNamespace(synchronize=lambda: order.append("computed"))
+    rig.run(rank, source.send, np.array(PAGES, np.int32), [], 48)
+    ends(target, KVPoll.Success)
+    ends(source, KVPoll.Success)
+    assert order[0] == "computed" and "read" in order
 
 
 def test_pages_that_do_not_exist_fail_the_request(rig: Rig) -> None:
