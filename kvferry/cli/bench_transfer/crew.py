@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections.abc import Sequence
+from multiprocessing import resource_tracker
 from typing import Any
 
 from kvferry.cli.bench_transfer.worker import serve
@@ -22,6 +23,7 @@ class Member:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs,), name=self.name, daemon=True)
         # an interrupt is for the process that was asked to stop; it ends the others, which inherit the mask
+        resource_tracker.ensure_running()  # before: starting it lifts the mask
         held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self._process.start()

@@ -16,6 +16,7 @@ from kvferry.cli.bench_transfer.measure import PER_RUN, STAGED, Row
 WIDTH, HEIGHT = 300, 220
 """Of one panel's axes."""
 LEFT, TOP, GAP = 52, 84, 62
+LEGEND_WIDTH = 710
 STYLES = {
     PER_RUN: ("#ff873f", "one descriptor per run, without kvferry"),
     STAGED: ("#3f6fb7", "kvferry, staged"),
@@ -47,7 +48,7 @@ def draw(rows: Sequence[Row], title: str) -> str:
     low = 10 ** math.floor(math.log10(min(row.gb_s for row in shown)))
     high = 10 ** math.ceil(math.log10(max(row.gb_s for row in shown)))
     columns = min(2, len(transports))
-    width = LEFT + columns * WIDTH + (columns - 1) * GAP + 24
+    width = max(LEFT + columns * WIDTH + (columns - 1) * GAP + 24, LEGEND_WIDTH)
     height = TOP + -(-len(transports) // columns) * (HEIGHT + GAP)
     panels: list[str] = []
     for number, transport in enumerate(transports):
@@ -87,12 +88,12 @@ def _axes(transport: str, across: Scale, up: Scale, lengths: Sequence[int]) -> l
     lines = [
         f'<text x="{across.start:g}" y="{up.stop - 10:g}" font-size="13" font-weight="bold">{transport}</text>',
         f'<text x="{across.stop:g}" y="{up.stop - 10:g}" text-anchor="end">GB/s over run length</text>',
-        _line([(across.start, up.stop), (across.start, up.start), (across.stop, up.start)], "#222"),
     ]
     for power in range(round(math.log10(up.low)), round(math.log10(up.high)) + 1):
         y = up.at(10.0**power)
         lines.append(_line([(across.start, y), (across.stop, y)], "#ddd"))
         lines.append(f'<text x="{across.start - 6:g}" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g}</text>')
+    lines.append(_line([(across.start, up.stop), (across.start, up.start), (across.stop, up.start)], "#222"))
     for nbytes in lengths:
         x = across.at(nbytes)
         lines.append(_line([(x, up.start), (x, up.start + 4)], "#222"))
