@@ -273,8 +273,7 @@ def order_on(device: Device) -> Order:
 
 
 class HostOrder:
-    def fence(self) -> None:
-        pass
+    def fence(self) -> None: ...
 
     def ordered(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -326,10 +325,12 @@ class DeviceStaging:
     map it, and it is given back when the last view of it is gone.
     """
 
+    ways = ("nixl",)
+    """Transports that can write there."""
+
     def __init__(self, slots: int, slot_bytes: int, device: Device, base: Address | None = None) -> None:
-        for name, value in (("slots", slots), ("slot_bytes", slot_bytes)):
-            if value < 1:
-                raise DocumentError(name, f"must be ≥ 1, got {value}")
+        if slots < 1 or slot_bytes < 1:
+            raise DocumentError("slots", f"slots and slot_bytes must be ≥ 1, got {slots} × {slot_bytes}")
         stride = -(-slot_bytes // _ALIGN) * _ALIGN
         self.key = secrets.token_bytes(KEY_BYTES)
         self.device: Device = torch.device(device)

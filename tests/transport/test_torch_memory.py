@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import runpy
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +24,9 @@ from kvferry.layout.presets import uniform_instance
 from kvferry.layout.request import Side, Table, Wanted
 from kvferry.session.endpoint import Endpoint
 from kvferry.session.registry import RegistryServer
+from kvferry.transport.base import NixlCard
 from kvferry.transport.memory import HostMemory, map_array, window
+from tests.transport.installed import NIXL_PROBLEM
 
 torch = pytest.importorskip("torch", reason="torch is not installed: tensors can't be tried")
 from kvferry.transport.torch_memory import (  # noqa: E402  (needs torch)
@@ -32,6 +39,7 @@ from kvferry.transport.torch_memory import (  # noqa: E402  (needs torch)
 
 BASES = (0xFFFF81AB54E01000, (1 << 63) - 2000, (1 << 64) - 4096, 16)
 GUARD = 64
+CHECK = Path(__file__).parents[2] / "scripts" / "gpu_check.py"
 
 
 @dataclass(frozen=True)
@@ -321,7 +329,7 @@ def test_landing_slots_of_a_device() -> None:
         staging.close()
     with pytest.raises(TransportError, match="closed"):
         staging.view(0)
-    with pytest.raises(DocumentError, match="slot_bytes"):
+    with pytest.raises(DocumentError, match="slots and slot_bytes"):
         DeviceStaging(1, 0, "cpu")
 
 
@@ -351,6 +359,53 @@ def test_an_endpoint_takes_tensors_where_it_takes_host_memory(transport: str) ->
         reports = [end.wait(transfer) for end, transfer in running]
     assert [report.bytes for report in reports] == [2 * 2 * 8 * 2 * 16, 2 * 2 * 8 * 16, 2 * 2 * 8 * 16]
     assert all(torch.equal(pool, want) for pool, want in zip(pools[1:], expected))
+
+
+def run_check(*arguments: str) -> tuple[int, str, str]:
+    command = [sys.executable, str(CHECK), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=CHECK.parents[1])
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+DEVICE_LANDING = pytest.mark.skipif(
+    "memory" not in NixlCard.__struct_fields__, reason="the nixl transport does not take device memory yet"
+)
+
+
+@pytest.mark.skipif(bool(NIXL_PROBLEM), reason=NIXL_PROBLEM)
+@pytest.mark.parametrize("landing", ["host", pytest.param("device", marks=DEVICE_LANDING)])
+def test_the_check_passes_on_tensors_in_host_memory(landing: str) -> None:
+    sizes = ("--tokens", "48", "--layers", "2", "--slots", "2", "--slot-bytes", "65536")
+    code, out, problem = run_check("--device", "cpu", "--landing", landing, "--json", *sizes)
+    assert code == 0, out + problem
+    cases = json.loads(out)["cases"]
+    assert [case["name"] for case in cases] == [
+        f"TP {ours} → {theirs}, {landing} landing" for ours, theirs in ((1, 1), (2, 2), (1, 2), (2, 1))
+    ]
+    for case in cases:
+        assert (case["pass"], case["wrong_bytes"], case["bytes"]) == (True, 0, 2 * 2 * 48 * 8 * 256)
+
+
+def test_the_check_says_what_is_wrong_and_what_is_missing() -> None:
+    check = runpy.run_path(str(CHECK))
+    cells = np.random.default_rng(0).integers(0, 256, (1, 2, 32, 8, 256), dtype=np.uint8)
+    case = check["Case"](1, 1, "host", "tcp", 1, 32, 2, 65536)
+    pool = check["Pool"](case, case.instance("target").workers[0], "cpu", 1)
+    assert pool.wrong_bytes(pool.expected(cells[:, :, :0], [])) == 0
+    pool.fill(pool.expected(cells, [3, 0]))
+    assert pool.wrong_bytes(pool.expected(cells, [3, 0])) == 0
+    assert pool.wrong_bytes(pool.expected(cells, [0, 3])) > 100_000
+    for at in (0, 4095, -1, -4096, 4096 + 5 * 16 * 2048):  # the guards, and a page that nothing is written to
+        pool._blocks[1][at] += 1
+        assert pool.wrong_bytes(pool.expected(cells, [3, 0])) == 1
+        pool._blocks[1][at] -= 1
+    row = check["Row"]("one", bytes=1, wrong_bytes=1)
+    assert not row.passed and "FAIL: 1 wrong bytes" in check["table"]([row])
+    assert not check["Row"]("nothing moved").passed
+    assert "FAIL: broken" in check["table"]([check["Row"]("one", bytes=1, problem="broken")])
+    code, out, problem = run_check("--device", "no such device", "--json")
+    assert (code, out) == (2, "") and problem.startswith("nothing was checked: device 'no such device' can't be used")
+    assert problem.count("\n") == 1
 
 
 def measure_beside_host_memory(total_bytes: int = 64 << 20, run_bytes: int = 512) -> dict[str, float]:
