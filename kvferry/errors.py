@@ -98,6 +98,10 @@ class PeerLost(TransferError):
     """The peer is gone, or came back under another generation."""
 
 
+class TransferCorrupted(TransferError):
+    """What arrived is not what was sent: the digests differ."""
+
+
 class EngineError(KVFerryError):
     """An engine adapter can't do what it was asked: a size that doesn't fit the model, no free page, no model there."""
 

@@ -14,6 +14,7 @@ from kvferry.errors import (
     KVFerryError,
     PeerLost,
     TransferAborted,
+    TransferCorrupted,
     TransferError,
     TransferRefused,
     TransferTimeout,
@@ -42,6 +43,7 @@ ERRORS: dict[FailureKind, type[TransferError]] = {
     "refused": TransferRefused,
     "timeout": TransferTimeout,
     "lost": PeerLost,
+    "corrupted": TransferCorrupted,
 }
 _LOOPBACK = re.compile(r"tcp://127\.0\.0\.1:[0-9]{1,5}\Z")
 

@@ -57,12 +57,15 @@ from kvferry.session.events import (
     ScatterFailed,
     Send,
     SendCall,
+    Verified,
+    Verify,
+    VerifyFailed,
     Watch,
     Write,
 )
 from kvferry.session.machine import Machine
 from kvferry.session.messages import GRANT_BYTES, MAX_MESSAGE_BYTES, Card, Peer, Role, decode, encode
-from kvferry.session.prepare import Preparer
+from kvferry.session.prepare import Preparer, owned_digests
 from kvferry.session.registry import Entry, Registry, require_loopback
 from kvferry.session.shell import LOG, JobThreads, Rendezvous, open_death_watch, this_process
 from kvferry.session.writing import Gathers, Writer
@@ -130,6 +133,8 @@ class Endpoint:
     `gather`: whether a source gathers runs into one write ("always"), posts each run as it lies ("never", where the
     transport can), or does what costs less ("auto", see `kvferry.transport.costs`). `landing="pages"`: peers, who have
     to be trusted, write straight into the target's pages, over nixl and process_vm only; see `Transfer.pages_free`.
+    `digest`: what we receive is digested by its sources and again in our pages before it is committed, and
+    TransferCorrupted if that differs.
     """
 
     def __init__(
@@ -145,6 +150,7 @@ class Endpoint:
         slot_bytes: int = 4 << 20,
         gather: Gather = "auto",
         landing: Landing = "slots",
+        digest: bool = False,
         host: str = "127.0.0.1",
         staging_base: Address | None = None,
         ttl_s: float = 10.0,
@@ -175,7 +181,9 @@ class Endpoint:
         self._router.setsockopt(zmq.LINGER, 0)
         address = f"tcp://127.0.0.1:{self._router.bind_to_random_port('tcp://127.0.0.1')}"
         card = Card(address, world, own, self._transport.export(), this_process())
-        self._machine = Machine(self._me, card, slots, self._staging.address, lambda: secrets.token_bytes(GRANT_BYTES))
+        self._machine = Machine(
+            self._me, card, slots, self._staging.address, lambda: secrets.token_bytes(GRANT_BYTES), digest
+        )
         self._lock = threading.Lock()
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._wake_r, self._wake_w = os.pipe()
@@ -461,6 +469,8 @@ class Endpoint:
             self._cancelled.setdefault(action.transfer, threading.Event()).set()
         elif isinstance(action, Prepare):
             self._planner.put(lambda: self._prepare(action))
+        elif isinstance(action, Verify):
+            self._lander.put(lambda: self._verify(action))
         elif isinstance(action, Lookup):
             self._rendezvous.lookup(action.instance, action.until_s, action.registry)
         elif isinstance(action, Open):
@@ -529,6 +539,14 @@ class Endpoint:
 
     def _prepare(self, order: Prepare) -> None:
         self._answer(lambda: self._preparer.prepare(order), lambda error: PrepareFailed(order.transfer, error))
+
+    def _verify(self, order: Verify) -> None:
+        def verify() -> Event:
+            gather = self._memory.gather
+            found = owned_digests(order, self._instance, self._worker, gather, self._staging.slot_bytes)
+            return Verified(order.transfer, found)
+
+        self._answer(verify, lambda error: VerifyFailed(order.transfer, error))
 
     def _scatter(self, job: Scatter) -> None:
         def scatter() -> Event:

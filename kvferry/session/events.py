@@ -12,7 +12,7 @@ from kvferry.layout.document import Instance
 from kvferry.layout.request import Side, Wanted
 from kvferry.plan.dense import Chunk, DenseCopies
 from kvferry.plan.prove import Proof
-from kvferry.session.messages import Message, Peer, Piece, Process, Role
+from kvferry.session.messages import Digest, Message, Peer, Piece, Process, Role
 from kvferry.session.registry import Entry
 
 
@@ -126,11 +126,12 @@ class Shipment:
 
 @dataclass(frozen=True)
 class Prepared:
-    """By source rank."""
+    """By source rank. `whole`: per group, what a digest of its cells needs to know."""
 
     transfer: str
     shipments: dict[int, Shipment]
     proof: Proof
+    whole: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -141,12 +142,13 @@ class PrepareFailed:
 
 @dataclass(frozen=True)
 class Written:
-    """A piece lies in the peer's slot."""
+    """A piece lies in the peer's slot. `digests`: of each of its layers, where they were asked for."""
 
     transfer: str
     peer: Peer
     piece: int
     copies: int
+    digests: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,20 @@ class ScatterFailed:
 
 
 @dataclass(frozen=True)
+class Verified:
+    """The digests of what lies in our pages, by (group, layer)."""
+
+    transfer: str
+    digests: dict[tuple[str, int], int]
+
+
+@dataclass(frozen=True)
+class VerifyFailed:
+    transfer: str
+    error: KVFerryError
+
+
+@dataclass(frozen=True)
 class Died:
     """The peer's process has ended: witnessed, not guessed."""
 
@@ -181,7 +197,7 @@ class Died:
 
 Event = Union[
     SendCall, ExtendCall, ReceiveCall, AbortCall, Received, Found, NotFound, Prepared, PrepareFailed, Written,
-    WriteFailed, Scattered, ScatterFailed, Died,
+    WriteFailed, Scattered, ScatterFailed, Verified, VerifyFailed, Died,
 ]  # fmt: skip
 
 
@@ -269,6 +285,7 @@ class Write:
     timeout_s: float
     runs: bytes = b""
     fences: tuple[Fence, ...] = ()
+    digest: Digest | None = None
 
 
 @dataclass(frozen=True)
@@ -286,6 +303,16 @@ class Scatter:
     slot: int
     nbytes: int
     copies: DenseCopies
+
+
+@dataclass(frozen=True)
+class Verify:
+    """Digest what was wanted, read from our pages by our own layout."""
+
+    transfer: str
+    groups: dict[str, Wanted]
+    tables: Side
+    digest: Digest
 
 
 @dataclass(frozen=True)
@@ -317,6 +344,6 @@ class Note:
 
 
 Action = Union[
-    Note, Lookup, Open, Watch, Close, Send, Prepare, Allow, Revoke, Write, CancelWrites, Scatter, Ended,
+    Note, Lookup, Open, Watch, Close, Send, Prepare, Allow, Revoke, Write, CancelWrites, Scatter, Verify, Ended,
     Released,
 ]  # fmt: skip

@@ -23,6 +23,8 @@ from kvferry.session.events import (
     ScatterFailed,
     Send,
     SendCall,
+    Verified,
+    VerifyFailed,
     WriteFailed,
     Written,
 )
@@ -51,10 +53,16 @@ class Machine:
     """`handle` and `tick` take the time in seconds of any monotonic clock, and return what to do, in order."""
 
     def __init__(
-        self, me: Peer, card: Card, slots: int, slot_address: Callable[[int], Address], draw_grant: Callable[[], bytes]
+        self,
+        me: Peer,
+        card: Card,
+        slots: int,
+        slot_address: Callable[[int], Address],
+        draw_grant: Callable[[], bytes],
+        digests: bool = False,
     ) -> None:
         self.core = Core(me, card, slots, slot_address, draw_grant)
-        self.targets = Targets(self.core)
+        self.targets = Targets(self.core, digests)
         self.sources = Sources(self.core)
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -81,6 +89,8 @@ class Machine:
             self.sources.written(event)
         elif isinstance(event, (Scattered, ScatterFailed)):
             self.targets.scattered(event)
+        elif isinstance(event, (Verified, VerifyFailed)):
+            self.targets.verified(event)
         elif isinstance(event, Died):
             self._lost(event.peer, "the peer's process has ended")
         return self.tick(now)

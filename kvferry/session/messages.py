@@ -24,11 +24,12 @@ TransferId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Secret = Annotated[bytes, msgspec.Meta(min_length=GRANT_BYTES, max_length=GRANT_BYTES)]
 RunList = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Word = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Role = Literal["source", "target"]
-FailureKind = Literal["aborted", "refused", "timeout", "lost"]
+FailureKind = Literal["aborted", "refused", "timeout", "lost", "corrupted"]
 
 
 class Peer(Row, frozen=True):
@@ -102,6 +103,13 @@ class About(Body, frozen=True):
     attempt: Count
 
 
+class Digest(Struct, frozen=True):
+    """How the bytes of this transfer are digested: see `kvferry.plan.digest`. `whole`: by group."""
+
+    key: Secret
+    whole: dict[str, Count]
+
+
 class Offer(About, frozen=True):
     """Target → source: what we want. `takers`: all target ranks that send you an offer; `timeout_s`: a duration."""
 
@@ -109,6 +117,7 @@ class Offer(About, frozen=True):
     pieces: tuple[Piece, ...]
     takers: tuple[int, ...]
     timeout_s: Seconds
+    digest: Union[Digest, None] = None
 
 
 class Part(Struct, frozen=True):
@@ -135,11 +144,15 @@ class Grants(About, frozen=True):
 
 
 class ChunkDone(About, frozen=True):
-    """Source → target: exactly `bytes` lie in the granted slot and we write there no more."""
+    """Source → target: exactly `bytes` lie in the granted slot and we write there no more.
+
+    `digests`: of each layer of the piece, where the offer asks for them.
+    """
 
     piece: Count
     grant: Secret
     bytes: Count
+    digests: tuple[Word, ...] = ()
 
 
 class Landed(About, frozen=True):

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
 from kvferry.errors import ProofError
 from kvferry.layout.address import join
-from kvferry.layout.document import Instance, Worker
+from kvferry.layout.document import Group, Instance, Worker
 from kvferry.layout.request import Wanted
 from kvferry.plan.dense import DenseCopies, chunk_bytes, dense_copies, split
+from kvferry.plan.digest import add, layer_digests, whole_axes
 from kvferry.plan.program import DensePlace, compile_program, pool_places
 from kvferry.plan.prove import Proof, prove_cells, prove_disjoint
-from kvferry.plan.route import Route, route
+from kvferry.plan.route import Box, Route, route
 from kvferry.plan.wanted import check_wanted, owned_bytes
-from kvferry.session.events import Prepare, Prepared, Shipment
+from kvferry.session.events import Prepare, Prepared, Shipment, Verify
 from kvferry.session.messages import Piece
+from kvferry.transport.copies import Bytes
 from kvferry.transport.memory import HostMemory
 
 CACHED_PAIRS = 64
@@ -64,7 +66,9 @@ class Preparer:
             for source, ranks in takers(routes, [worker.rank for worker in order.source.workers]).items()
             if self._rank in ranks
         }
-        return Prepared(order.transfer, shipments, proof)
+        sides = (order.source, order.target)
+        whole = {name: whole_axes(order.target.group(name), sides) for name in order.groups}
+        return Prepared(order.transfer, shipments, proof, whole)
 
     def _runs(self, copies: Sequence[DenseCopies]) -> tuple[bytes, ...]:
         return () if self._pages is None else tuple(self._pages.runs(piece).encode() for piece in copies)
@@ -76,6 +80,39 @@ def _prove_routes(target: Instance, rank: int, routes: tuple[Route, ...]) -> Non
         group = target.group(step.box.group)
         for place, keys in pool_places(target.worker(rank), group, step.box):
             prove_cells(compile_program(place, DensePlace(group, step.box, 1, keys)))
+
+
+def owned_digests(
+    order: Verify, instance: Instance, worker: Worker, gather: Callable[[DenseCopies, Bytes], None], limit_bytes: int
+) -> dict[tuple[str, int], int]:
+    """Digests, by (group, layer), of all that `worker` owns of what was wanted, found by its own layout alone: a hole
+    in the plan shows as well as a wrong byte.
+    """
+    total: dict[tuple[str, int], int] = {}
+    for name, wanted in order.groups.items():
+        group = instance.group(name)
+        for box in _owned_boxes(worker, group):
+            for chunk in split(group, box, wanted.token_range, limit_bytes):
+                copies = dense_copies(worker, group, chunk, order.tables)
+                data = np.empty(copies.total_bytes, np.uint8)
+                gather(copies, data)
+                add(total, name, layer_digests(group, chunk, data, order.digest.key, order.digest.whole[name]))
+    return total
+
+
+def _owned_boxes(worker: Worker, group: Group) -> list[Box]:
+    """One per pool and set of layers that have the same parts."""
+    boxes = []
+    for pool in worker.pools:
+        if pool.group != group.name:
+            continue
+        axes = {axis: pool.segments(axis, extent) for axis, extent in group.axes.items()}
+        by_parts: dict[tuple[str, ...], list[int]] = {}
+        for layer in dict.fromkeys(buffer.layer for buffer in pool.buffers):
+            parts = tuple(part for part in group.parts if any((b.layer, b.part) == (layer, part) for b in pool.buffers))
+            by_parts.setdefault(parts, []).append(layer)
+        boxes += [Box(group.name, tuple(layers), parts, axes, (pool.cycle,)) for parts, layers in by_parts.items()]
+    return boxes
 
 
 def takers(routes: dict[int, tuple[Route, ...]], sources: list[int]) -> dict[int, tuple[int, ...]]:

@@ -28,6 +28,7 @@ from kvferry.session.messages import (
     AbortAck,
     ChunkDone,
     Complete,
+    Digest,
     FailureKind,
     Grants,
     Offer,
@@ -169,7 +170,9 @@ class Sources:
             chunk, export = taker.offer.pieces[grant.piece].chunk, core.known[peer].export
             where = (grant.piece, chunk, grant.grant, grant.address, grant.bytes)
             left_s = max(0.001, o.deadline_s - core.now)
-            core.out.append(Write(body.transfer, peer, export, *where, o.tables, left_s, grant.runs, o.fences))
+            core.out.append(
+                Write(body.transfer, peer, export, *where, o.tables, left_s, grant.runs, o.fences, taker.offer.digest)
+            )
 
     def written(self, event: Written | WriteFailed) -> None:
         key = (event.transfer, event.peer)
@@ -191,7 +194,7 @@ class Sources:
         o.bytes += nbytes
         o.copies += event.copies
         o.chunks += 1
-        done = ChunkDone(event.transfer, ATTEMPT, event.piece, taker.grants[event.piece], nbytes)
+        done = ChunkDone(event.transfer, ATTEMPT, event.piece, taker.grants[event.piece], nbytes, event.digests)
         self._core.send(event.peer, done)
         if all(t.written == len(t.offer.pieces) for t in o.takers.values()):
             o.phase = "committing"
@@ -340,6 +343,8 @@ def offer_problem(instance: Instance, offer: Offer) -> str:
             return f"piece {index}: {problem}"
         if chunk_bytes(group, piece.chunk) != piece.bytes:
             return f"piece {index}: the target counts {piece.bytes} bytes, we count {chunk_bytes(group, piece.chunk)}"
+        if offer.digest is not None and not _cells_whole(piece.chunk.box, group, offer.digest):
+            return f"piece {index}: its cells are cut, by what the offer says of group {group.name} for digests"
     return ""
 
 
@@ -350,6 +355,14 @@ def _piece_problem(piece: Piece, offer: Offer) -> str:
     if not _inside(piece.chunk.tokens, wanted.token_range):
         return f"tokens {list(piece.chunk.tokens)} are outside the offer's own {list(wanted.token_range)}"
     return ""
+
+
+def _cells_whole(box: Box, group: Group, digest: Digest) -> bool:
+    whole = digest.whole.get(group.name, -1)
+    if not 0 <= whole <= len(group.axes):
+        return False
+    inside = list(group.axes.items())[len(group.axes) - whole :]
+    return all(tuple(box.axes[axis]) == ((0, extent),) for axis, extent in inside)
 
 
 def _box_problem(box: Box, group: Group) -> str:

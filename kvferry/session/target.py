@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvferry.errors import IncompatibleError, Where
 from kvferry.layout.address import Address
+from kvferry.plan.digest import add
 from kvferry.plan.prove import Proof
 from kvferry.plan.route import check_compatible
 from kvferry.session.core import ATTEMPT, EARLY_LIMIT, Core, Memory, failure, kind_of
@@ -28,6 +29,9 @@ from kvferry.session.events import (
     Scattered,
     ScatterFailed,
     Shipment,
+    Verified,
+    Verify,
+    VerifyFailed,
 )
 from kvferry.session.messages import (
     Abort,
@@ -35,6 +39,7 @@ from kvferry.session.messages import (
     ChunkDone,
     Commit,
     Complete,
+    Digest,
     FailureKind,
     Grant,
     Grants,
@@ -82,13 +87,16 @@ class Incoming:
     scattering: dict[tuple[Peer, int], Lease] = field(default_factory=dict)
     error: Ended | None = None
     proof: Proof | None = None
+    digest: Digest | None = None
+    verified: bool = False
+    sums: dict[tuple[str, int], int] = field(default_factory=dict)  # by (group, layer), as the sources say
     bytes: int = 0
     copies: int = 0
 
 
 class Targets:
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, core: Core, digests: bool) -> None:
+        self._core, self._digests = core, digests
         self.running: dict[str, Incoming] = {}
         self.ending: dict[str, Incoming] = {}  # failed, but a scatter into the caller's pages still runs
         self.held: dict[str, Incoming] = {}  # failed, but a peer may still write into the caller's pages
@@ -181,12 +189,15 @@ class Targets:
             return
         t.phase = "matching"
         t.proof = event.proof
+        t.digest = Digest(self._core.draw_grant(), event.whole) if self._digests else None
         left_s = max(0.0, t.deadline_s - self._core.now)
         for peer in t.sources:
             shipment = event.shipments.get(peer.rank)
             if shipment is not None:
                 t.flows[peer] = Flow(shipment, list(range(len(shipment.pieces))))
-                offer = Offer(t.call.transfer, ATTEMPT, t.call.groups, shipment.pieces, shipment.takers, left_s)
+                offer = Offer(
+                    t.call.transfer, ATTEMPT, t.call.groups, shipment.pieces, shipment.takers, left_s, t.digest
+                )
                 self._core.send(peer, offer)
         early = self._early.pop(t.call.transfer, None)
         t.landed |= {peer for peer in early[0] if peer in t.ranks} if early else set()
@@ -259,6 +270,13 @@ class Targets:
         if body.bytes != lease.nbytes:
             problem = f"piece {body.piece}: the source reports {body.bytes} bytes, {lease.nbytes} were wanted"
             return self.fail(t, "refused", problem, peer)
+        chunk = flow.shipment.pieces[body.piece].chunk
+        if t.digest is not None:
+            if len(body.digests) != len(chunk.box.layers):
+                layers = len(chunk.box.layers)
+                problem = f"piece {body.piece}: {len(body.digests)} digests came for its {layers} layers"
+                return self.fail(t, "refused", problem, peer)
+            add(t.sums, chunk.box.group, dict(zip(chunk.box.layers, body.digests)))
         del flow.granted[body.piece]
         copies = flow.shipment.copies[body.piece]
         if lease.slot is None:  # it is where it belongs
@@ -293,6 +311,12 @@ class Targets:
     def _progress(self, t: Incoming) -> None:
         core = self._core
         if t.phase in ("matching", "moving", "landing") and all(flow.done for flow in t.flows.values()):
+            if t.digest is not None:
+                t.phase = "verifying"
+                core.out.append(Verify(t.call.transfer, t.call.groups, t.call.tables, t.digest))
+                return None
+            t.phase = "verifying"
+        if t.phase == "verifying" and (t.digest is None or t.verified):
             t.phase = "committing"
             if core.me != t.ranks[0]:
                 return core.send(t.ranks[0], Landed(t.call.transfer, ATTEMPT))
@@ -301,6 +325,22 @@ class Targets:
             for peer in t.ranks[1:]:
                 core.send(peer, Commit(t.call.transfer, ATTEMPT))
             self._finish(t)
+
+    def verified(self, event: Verified | VerifyFailed) -> None:
+        t = self.running.get(event.transfer)
+        if t is None:
+            return
+        if isinstance(event, VerifyFailed):
+            return self.fail(t, "refused", str(event.error), None, event.error)
+        keys = sorted(event.digests.keys() | t.sums.keys())
+        wrong = [key for key in keys if event.digests.get(key, 0) != t.sums.get(key, 0)]
+        if wrong:
+            group = wrong[0][0]
+            layers = [layer for name, layer in wrong if name == group]
+            problem = f"what lies in the pages is not what was sent: group {group}, layers {layers}, digests differ"
+            return self.fail(t, "corrupted", problem, None)
+        t.verified = True
+        self._progress(t)
 
     def on_landed(self, peer: Peer, body: Landed) -> None:
         t = self.running.get(body.transfer)

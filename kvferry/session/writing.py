@@ -6,14 +6,18 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
+
 from kvferry.errors import KVFerryError, PlanError, TransportError
 from kvferry.layout.document import Instance, Worker
 from kvferry.plan.dense import DenseCopies, dense_copies
+from kvferry.plan.digest import layer_digests
 from kvferry.session.events import Write, WriteFailed, Written
-from kvferry.session.messages import Peer
+from kvferry.session.messages import Digest, Peer
 from kvferry.session.shell import LOG, JobThreads
+from kvferry.transport.base import Fill, Transport
 from kvferry.transport.base import Peer as Link
-from kvferry.transport.base import Transport
+from kvferry.transport.copies import Bytes
 from kvferry.transport.memory import HostMemory
 from kvferry.transport.runs import cut_to_each_other, decode_runs, one_run
 
@@ -68,22 +72,37 @@ class Writer:
         if copies.total_bytes != job.nbytes:
             raise PlanError(f"piece {job.piece} has {copies.total_bytes} bytes here, {job.nbytes} were granted")
         link = self._connect(job.export)
+        digests: tuple[int, ...] = ()
+
+        def gather(out: Bytes) -> None:
+            nonlocal digests
+            self._memory.gather(copies, out)
+            if job.digest is not None:
+                digests = self._digests(job, out, job.digest)
+
         try:
-            count = self._send(link, job, copies)
+            count = self._send(link, job, copies, gather)
         except TransportError:
             self._hang_up(link)
             raise
-        return Written(job.transfer, job.peer, job.piece, count)
+        return Written(job.transfer, job.peer, job.piece, count, digests)
 
-    def _send(self, link: Link, job: Write, copies: DenseCopies) -> int:
+    def _digests(self, job: Write, data: Bytes, digest: Digest) -> tuple[int, ...]:
+        group = self._instance.group(job.chunk.box.group)
+        found = layer_digests(group, job.chunk, data, digest.key, digest.whole[group.name])
+        return tuple(found[layer] for layer in job.chunk.box.layers)
+
+    def _send(self, link: Link, job: Write, copies: DenseCopies, gather: Fill) -> int:
         """Into the peer's pages where it gave their runs; else into its slot, gathered or as it lies. How many runs."""
         if job.runs:
             target = decode_runs(job.runs, job.nbytes)
         elif link.moves and not self._gathers(link.name, len(copies.lengths), job.nbytes):
             target = one_run(link.slot_at(job.address, job.nbytes), job.nbytes)
         else:
-            link.write(job.address, job.grant, job.nbytes, partial(self._memory.gather, copies), job.timeout_s)
+            link.write(job.address, job.grant, job.nbytes, gather, job.timeout_s)
             return len(copies.lengths)
+        if job.digest is not None:
+            gather(np.empty(job.nbytes, np.uint8))
         runs = cut_to_each_other(self._memory.runs(copies), target)
         link.move(*runs, job.timeout_s)
         return len(runs[-1])

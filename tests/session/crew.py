@@ -122,6 +122,38 @@ class Worker:
     def pages_free(self, transfer: str) -> bool:
         return self.transfers[transfer].pages_free
 
+    def damage(self, where: str) -> None:
+        """From now on one byte goes wrong: on the wire, by a scatter, in the pages that runs are taken from; or
+        ("nothing") the first half of each chunk is never scattered.
+        """
+        honest = {name: getattr(self.memory, name) for name in ("scatter", "runs")}
+
+        def wire(copies: Any, chunk: Any) -> None:
+            chunk[len(chunk) // 2] ^= 1
+            honest["scatter"](copies, chunk)
+
+        def scatter(copies: Any, chunk: Any) -> None:
+            honest["scatter"](copies, chunk)
+            self.memory.view(copies.addresses.first(), 1)[0] ^= 1
+
+        def runs(copies: Any) -> Any:
+            found = honest["runs"](copies)
+            self.memory.view(copies.addresses.first(), 1)[0] ^= 1
+            return found
+
+        def nothing(copies: Any, chunk: Any) -> None:
+            half = len(copies.lengths) // 2
+            rest = replace(
+                copies,
+                addresses=copies.addresses.take(slice(half, None)),
+                dense_offsets=copies.dense_offsets[half:],
+                lengths=copies.lengths[half:],
+            )
+            honest["scatter"](rest, chunk)
+
+        damaged = {"wire": wire, "scatter": scatter, "runs": runs, "nothing": nothing}[where]
+        setattr(self.memory, "runs" if where == "runs" else "scatter", damaged)
+
     def forbid(self, name: str) -> None:
         """From now on `name` of this worker's memory may not be called."""
 
@@ -322,7 +354,7 @@ def open_pair(crew: Crew, registry: str, source: Shape, target: Shape, **options
     names = (f"prefill-{number}", f"decode-{number}")
     members = crew.take(source.world + target.world)
     pair = Pair(*names, members[: source.world], members[source.world :], source, target)
-    options = {"slots": 4, "slot_bytes": 1024, **options}
+    options = {"slots": 4, "slot_bytes": 1024, "digest": True, **options}
     open_all(pair.sources, names[0], source, registry, **options)  # type: ignore[arg-type]
     open_all(pair.targets, names[1], target, registry, **options)  # type: ignore[arg-type]
     return pair

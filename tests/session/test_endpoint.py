@@ -70,7 +70,7 @@ def test_every_transport(transport: str, crew: Crew, registry: str) -> None:
 @pytest.mark.parametrize("transport", ["process_vm", NIXL])
 @pytest.mark.parametrize(
     "options",
-    [{"gather": "never"}, {"landing": "pages"}],
+    [{"gather": "never", "digest": False}, {"landing": "pages", "digest": False}],
     ids=["straight from the pages", "straight into the pages"],
 )
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_every_transport(transport: str, crew: Crew, registry: str) -> None:
     ids=["F1 equal TP", "F2 mismatched TP", "pp2tp2-tp1"],
 )
 def test_nothing_is_gathered_or_scattered(
-    transport: str, options: dict[str, str], shapes: tuple[Shape, Shape], crew: Crew, registry: str
+    transport: str, options: dict[str, object], shapes: tuple[Shape, Shape], crew: Crew, registry: str
 ) -> None:
     pair = open_pair(crew, registry, *shapes, transport=transport, **options)
     for member in pair.sources:
