@@ -107,11 +107,15 @@ class Child:
         theirs.close()
         assert self._process.pid is not None
         self.pid = self._process.pid
-        self.hello = self._answer()
+        self.hello = self.answer()
 
     def do(self, *command: Any) -> None:
+        self.tell(*command)
+        self.answer()
+
+    def tell(self, *command: Any) -> None:
+        """As `do`, without waiting for it; `answer` must follow."""
         self._pipe.send(command)
-        self._answer()
 
     def stop(self) -> None:
         pause(self.pid)
@@ -133,7 +137,7 @@ class Child:
     def alive(self) -> bool:
         return self._process.is_alive()
 
-    def _answer(self) -> Any:
+    def answer(self) -> Any:
         assert self._pipe.poll(ANSWER_S), f"process {self.pid} doesn't answer"
         return self._pipe.recv()
 

@@ -15,28 +15,44 @@ Moments, and who is stopped in them:
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+from kvferry.transport.nixl import CLOSE_S
 from tests.transport.installed import NIXL_PROBLEM
 from tests.transport.pair import OLD, SETTLE_S, WAYS, Pair, pair, unread_bytes
 
 SLOT_BYTES = 64 << 20
 RACE_BYTES = 256 << 20
 TRIES = 10
+DOCS = sorted((Path(__file__).parents[2] / "docs" / "transports").glob("*.md"))
 TIME_S = 2.0
 pytestmark = pytest.mark.timeout(300)
 NEEDS_NIXL = pytest.mark.skipif(bool(NIXL_PROBLEM), reason=NIXL_PROBLEM)
 
-AT_THE_SOURCE = ("close peer", "close transport")
+
+def close_while_stopped(p: Pair) -> None:
+    """The source closes its transport, and is stopped for longer than close() waits for a write."""
+    p.source.tell("close transport")
+    time.sleep(0.005)
+    p.source.stop()
+    time.sleep(CLOSE_S + 0.5)
+    p.source.go_on()
+    p.source.answer()
+
+
+AT_THE_SOURCE = ("close peer", "close transport", "stopped close")
 CANDIDATES: dict[str, Callable[[Pair], object]] = {
     "revoke": lambda p: p.target.do("revoke"),
     "target closes": lambda p: p.target.do("close"),
     "close peer": lambda p: p.source.do("close peer"),
     "close transport": lambda p: p.source.do("close transport"),
+    "stopped close": close_while_stopped,
     "death": lambda p: p.source.kill(),
     "time": lambda p: time.sleep(TIME_S),
 }
@@ -48,6 +64,10 @@ class Row:
     candidate: str
     moment: str
     verdict: str
+
+    @property
+    def id(self) -> str:
+        return "-".join((self.way, self.candidate, self.moment, self.verdict)).replace(" ", "_")
 
 
 def rows(*lines: str) -> list[Row]:
@@ -82,6 +102,7 @@ ROWS = rows(
     "nixl-sm    | target closes   | wire   | lands",
     "nixl-sm    | close peer      | race   | lands",
     "nixl-sm    | close transport | race   | waits",
+    "nixl-sm    | stopped close   | race   | lands",
     "nixl-sm    | death           | gather | holds",
     "nixl-sm    | death           | wire   | holds",
     "nixl-sm    | time            | wire   | lands",
@@ -99,14 +120,7 @@ PARAMETERS = [pytest.param(way, marks=[NEEDS_NIXL] if way.startswith("nixl") els
 
 
 def parameters() -> list[object]:
-    return [
-        pytest.param(
-            row,
-            marks=[NEEDS_NIXL] if row.way.startswith("nixl") else [],
-            id=f"{row.way}-{row.candidate}-{row.moment}-{row.verdict}".replace(" ", "_"),
-        )
-        for row in ROWS
-    ]
+    return [pytest.param(row, marks=[NEEDS_NIXL] if row.way.startswith("nixl") else [], id=row.id) for row in ROWS]
 
 
 def reach(p: Pair, moment: str) -> bool:
@@ -251,3 +265,10 @@ def test_what_lands_after_a_write_has_raised(way: str) -> None:
         else:
             time.sleep(SETTLE_S)
             assert p.landed() == 0
+
+
+def test_the_documentation_has_these_rows_and_no_others() -> None:
+    """Each row of a fence table ends with the ids of its tests."""
+    text = "".join(page.read_text(encoding="utf-8") for page in DOCS)
+    named = re.findall(rf"`((?:{'|'.join(WAYS)})-[a-z_]+-[a-z]+-[a-z]+)`", text)
+    assert sorted(named) == sorted(row.id for row in ROWS)
