@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from kvferry.errors import TransferTimeout
@@ -36,7 +38,9 @@ def test_what_is_there_moves_while_the_rest_is_computed(crew: Crew, registry: st
     pair, ours, theirs = begin(crew, registry)
     for tokens in (8, 9, 16):
         every(pair.sources, "send_part", "t", ours[: -(-tokens // 4)], (0, tokens), False)
-    until(lambda: landed(pair) == 2 * 3)  # 6 pieces of 3 or 4 tokens from each source, of which 3 are whole by now
+    until(lambda: landed(pair) == 2 * 4)  # of 6 pieces from each source, cut at 3, 7, 10, 14, 17, these lie below 16
+    time.sleep(0.2)
+    assert landed(pair) == 2 * 4
     assert every(pair.sources + pair.targets, "poll") == [[], [], []]
     every(pair.sources, "send_part", "t", ours, (0, TOKENS), True)
     finish(pair, theirs)
