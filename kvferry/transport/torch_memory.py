@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union
@@ -31,6 +31,7 @@ Tensor: TypeAlias = Any
 """A torch.Tensor; torch has no hints here."""
 Device: TypeAlias = Any
 Chunk: TypeAlias = Union[Tensor, Bytes]
+Fence: TypeAlias = Callable[[], None]
 HOST = torch.device("cpu")
 _ITEMS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _ALIGN = 4096
@@ -90,13 +91,14 @@ class TorchMemory:
         self._bases = Addresses([region.base for region in merged])
         self._order = order_on(self.device)
 
-    def fence(self) -> None:
+    def fence(self) -> Fence:
         """What this thread has put on its current stream so far comes before every gather and scatter after this.
 
-        An engine calls it where pages become ready or free, so before `send` and `receive`. Until the first call, each
-        gather and scatter waits for everything on the device: as safe, but slower.
+        An engine calls it where pages become ready or free: `send(…, fence=memory.fence())`, and before `receive`. The
+        result returns when that work is done. Until the first call, each gather and scatter waits for everything on
+        the device: as safe, but slower.
         """
-        self._order.fence()
+        return self._order.fence()
 
     def gather(self, copies: DenseCopies, out: Chunk) -> None:
         """Pages → dense chunk. AddressError, before anything is moved, where a run is outside memory or chunk."""
@@ -262,18 +264,24 @@ class _Runs:
 class Order(Protocol):
     """When copies may start, and that they have ended."""
 
-    def fence(self) -> None: ...
+    def fence(self) -> Fence: ...
 
     def ordered(self) -> AbstractContextManager[None]: ...
 
 
 def order_on(device: Device) -> Order:
-    """On the host each operation has ended when it returns; anywhere else there are streams."""
-    return HostOrder() if device.type == HOST.type else StreamOrder(torch.get_device_module(device), device)
+    """On the host each operation has ended when it returns, anywhere else there are streams; AddressError if not."""
+    if device.type == HOST.type:
+        return HostOrder()
+    module = getattr(torch, device.type, None)
+    if not hasattr(module, "Stream"):
+        raise AddressError(f"memory on {device} can't be used: torch has no streams for this kind of device")
+    return StreamOrder(module, device)
 
 
 class HostOrder:
-    def fence(self) -> None: ...
+    def fence(self) -> Fence:
+        return lambda: None
 
     def ordered(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -291,11 +299,12 @@ class StreamOrder:
         self._lock = threading.Lock()
         self._fences: list[Any] | None = None  # None: nobody has set one yet
 
-    def fence(self) -> None:
+    def fence(self) -> Fence:
         event = self._module.Event()
         event.record(self._module.current_stream(self._device))
         with self._lock:
             self._fences = [other for other in self._fences or () if not other.query()] + [event]
+        return event.synchronize  # type: ignore[no-any-return]  # torch has no hints
 
     @contextmanager
     def ordered(self) -> Iterator[None]:
@@ -341,14 +350,7 @@ class DeviceStaging:
             self._bytes[: len(signature)].copy_(signature)
         self.layout = Slots(base or Address(self._bytes.data_ptr()).plus(HEADER_BYTES), slots, slot_bytes, stride)
         self.layout.check()
-
-    @property
-    def slots(self) -> int:
-        return self.layout.slots
-
-    @property
-    def slot_bytes(self) -> int:
-        return self.layout.slot_bytes
+        self.slots, self.slot_bytes = slots, slot_bytes
 
     @property
     def memory(self) -> Tensor:

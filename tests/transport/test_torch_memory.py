@@ -232,6 +232,23 @@ def test_view_is_the_memory_itself() -> None:
         memory.view(Address(8), 1)
 
 
+def test_only_tensors_on_the_host_can_be_read_straight_from_their_pages() -> None:
+    tensor = torch.arange(64, dtype=torch.uint8)
+    memory = TorchMemory([tensor_window(Address(BASES[0]), tensor)])
+    place = runs([(BASES[0] + 32, 8, 4), (BASES[0] + 8, 0, 8), (BASES[0] + 36, 12, 2)])
+    found = memory.runs(place)
+    assert found.addresses.u64.tolist() == [tensor.data_ptr() + 8, tensor.data_ptr() + 32]
+    assert found.lengths.tolist() == [8, 6]
+    assert [span.ctypes.data for span in memory.spans] == [tensor.data_ptr()]
+    assert memory.runs(runs([])).nbytes == 0
+    memory.device = torch.device("meta")
+    assert memory.spans == []
+    with pytest.raises(TransportError, match="use gather='always'"):
+        memory.runs(place)
+    with pytest.raises(AddressError, match="torch has no streams"):
+        TorchMemory([map_tensor(torch.zeros(8, device="meta"))])
+
+
 class Recorder:
     """Stands in for torch's module of an accelerator, and logs what is asked of it."""
 
@@ -296,11 +313,14 @@ def test_copies_come_after_the_fences_and_have_ended_on_return() -> None:
 
     ended = ["copy", "wait for our stream", "off"]
     assert copy() == ["wait for all", "on our stream", *ended]  # no fence yet: only the whole device is safe
-    order.fence()
+    wait = order.fence()
     assert copy() == ["on our stream", "after engine stream", *ended]
     module.engine = "second stream"
     order.fence()
     assert copy() == ["on our stream", "after engine stream", "after second stream", *ended]
+    module.log.clear()
+    wait()  # for what it was made for, and not for what came after
+    assert module.log == ["wait for engine stream"]
     module.finished = {"engine stream", "second stream"}
     module.engine = "third stream"
     order.fence()  # what has ended is forgotten
@@ -333,9 +353,9 @@ def test_landing_slots_of_a_device() -> None:
         DeviceStaging(1, 0, "cpu")
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_an_endpoint_takes_tensors_where_it_takes_host_memory(transport: str) -> None:
-    """Pages on the device, landing memory on the host: one head of two goes to each of two target workers."""
+@pytest.mark.parametrize(("transport", "gather"), [("shm", "always"), ("tcp", "always"), ("process_vm", "never")])
+def test_an_endpoint_takes_tensors_where_it_takes_host_memory(transport: str, gather: Any) -> None:
+    """Landing memory on the host: one head of two goes to each of two target workers."""
     source = uniform_instance("p", 2, 2, 8, tp=1, page_tokens=4, pages=8, bases=BASES[0], packing="one_tensor")
     target = uniform_instance("d", 2, 2, 8, tp=2, page_tokens=4, pages=8, bases=BASES[0], packing="one_tensor")
     rng = np.random.default_rng(0)
@@ -349,12 +369,12 @@ def test_an_endpoint_takes_tensors_where_it_takes_host_memory(transport: str) ->
     with ExitStack() as stack:
         registry = stack.enter_context(RegistryServer()).url
         ends = []
-        for instance, rank, pool in zip((source, target, target), (0, 0, 1), pools):
-            memory: Any = TorchMemory([tensor_window(Address(BASES[0]), pool)])
+        memories: list[Any] = [TorchMemory([tensor_window(Address(BASES[0]), pool)]) for pool in pools]
+        for instance, rank, memory in zip((source, target, target), (0, 0, 1), memories):
             world = len(instance.workers)
-            endpoint = Endpoint(instance, rank, memory, world=world, registry=registry, transport=transport)
-            ends.append(stack.enter_context(endpoint))
-        running = [(ends[0], ends[0].send("t", wanted, sides[0], timeout_s=30))]
+            settings = {"world": world, "registry": registry, "transport": transport, "gather": gather}
+            ends.append(stack.enter_context(Endpoint(instance, rank, memory, **settings)))
+        running = [(ends[0], ends[0].send("t", wanted, sides[0], timeout_s=30, fence=memories[0].fence()))]
         running += [(end, end.receive("t", "p", wanted, sides[1], timeout_s=30)) for end in ends[1:]]
         reports = [end.wait(transfer) for end, transfer in running]
     assert [report.bytes for report in reports] == [2 * 2 * 8 * 2 * 16, 2 * 2 * 8 * 16, 2 * 2 * 8 * 16]
