@@ -242,6 +242,7 @@ def test_what_lands_after_a_write_has_raised(way: str) -> None:
         p.target.stop()
         p.write(timeout_s=1.0)
         early = p.outcome(4.0)
+        print(f"{way}, while the target is stopped, the write {early or 'goes on'}")
         if way in ("shm", "process_vm"):  # nothing of the target is needed
             assert early == "returned"
             assert p.landed() == SLOT_BYTES
