@@ -111,11 +111,11 @@ def equal(servers: dict[str, Server], source: str, target: str, seed: int) -> in
 @pytest.mark.parametrize(
     ("source", "target", "seed"),
     [
-        pytest.param("one", "decode", 11, id="1→1"),
-        pytest.param("one", "two", 12, id="1→2"),
-        pytest.param("two", "decode", 21, id="2→1"),
-        pytest.param("one", "sixty-four", 64, id="block 32→64"),
-        pytest.param("sixty-four", "decode", 32, id="block 64→32"),
+        pytest.param("one", "decode", 11, id="tp1-to-tp1"),
+        pytest.param("one", "two", 12, id="tp1-to-tp2"),
+        pytest.param("two", "decode", 21, id="tp2-to-tp1"),
+        pytest.param("one", "sixty-four", 64, id="block32-to-block64"),
+        pytest.param("sixty-four", "decode", 32, id="block64-to-block32"),
     ],
 )
 def test_tokens_equal_those_of_a_plain_server(servers: dict[str, Server], source: str, target: str, seed: int) -> None:
