@@ -59,6 +59,10 @@ class RegistryError(KVFerryError):
     """The registry can't be reached or refuses an entry."""
 
 
+class KeysError(KVFerryError):
+    """Keys are missing, unreadable or open to others, or something needs keys that has none."""
+
+
 @dataclass(frozen=True)
 class Where:
     """What a transfer's terminal error is about. `peer` is `instance/generation/rank`, empty where none is known."""

@@ -14,6 +14,7 @@ from kvferry.errors import KVFerryError
 COMMANDS = {
     "bench": "measure what planning costs",
     "demo": "move a real model's KV cache between processes and compare the decoded text with a plain run",
+    "keys": "make the keys by which the members of a deployment know each other",
     "layout": "write the instance document of a model and an engine, from the model's config.json",
     "plan": "show who sends what to whom between two instances, or the copies of one request",
     "registry": "serve the registry by which instances find each other",

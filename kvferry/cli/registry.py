@@ -5,18 +5,22 @@ from __future__ import annotations
 import argparse
 import threading
 from contextlib import closing
+from pathlib import Path
 
+from kvferry.session.keys import read_keys
 from kvferry.session.registry import RegistryServer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--host", help="address to listen on (default: KVFERRY_HOST, else 127.0.0.1)")
+    parser.add_argument("--keys", metavar="DIR", type=Path, help="folder of `kvferry keys` (default: KVFERRY_KEYS)")
     parser.add_argument("--port", type=_port, default=7700, help="TCP port, 0 for any free one (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    with closing(RegistryServer(host=args.host, port=args.port)) as server:
+    keys = read_keys(args.keys) if args.keys else None
+    with closing(RegistryServer(host=args.host, port=args.port, keys=keys)) as server:
         print(f"registry at {server.url}", flush=True)
         threading.Event().wait()
     return 0

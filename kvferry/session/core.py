@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from kvferry.errors import (
@@ -26,6 +25,7 @@ from kvferry.layout.document import Instance
 from kvferry.layout.validate import check_instance
 from kvferry.session.events import Action, Close, Note, Open, Send, Watch
 from kvferry.session.messages import Abort, AbortAck, Card, FailureKind, Hello, Message, Peer, Role, Welcome
+from kvferry.session.reach import line_problem
 from kvferry.session.slots import Ledger
 
 ATTEMPT = 1
@@ -45,7 +45,6 @@ ERRORS: dict[FailureKind, type[TransferError]] = {
     "lost": PeerLost,
     "corrupted": TransferCorrupted,
 }
-_LOOPBACK = re.compile(r"tcp://127\.0\.0\.1:[0-9]{1,5}\Z")
 
 
 def kind_of(error: KVFerryError) -> FailureKind:
@@ -89,8 +88,16 @@ class Memory:
 
 class Core:
     def __init__(
-        self, me: Peer, card: Card, slots: int, slot_address: Callable[[int], Address], draw_grant: Callable[[], bytes]
+        self,
+        me: Peer,
+        card: Card,
+        slots: int,
+        slot_address: Callable[[int], Address],
+        draw_grant: Callable[[], bytes],
+        allowed: Collection[str] = (),
     ) -> None:
+        """`allowed`: public keys of those who may talk to us; empty where we have no keys."""
+        self._allowed = allowed
         self.me, self.card, self.slot_address, self.draw_grant = me, card, slot_address, draw_grant
         self.ledger = Ledger(slots)
         self.now = -math.inf
@@ -114,13 +121,28 @@ class Core:
 
     # handshake
 
-    def hello(self, peer: Peer, address: str, until_s: float) -> None:
-        """Say hello until the peer answers or `until_s` has passed."""
+    def key_of(self, peer: Peer, body: Message) -> str:
+        """The public key that a message of the peer has to come with; empty without keys."""
+        if isinstance(body, (Hello, Welcome)):
+            return body.card.key
+        return self.known[peer].key if peer in self.known else ""
+
+    def knows(self, peer: Peer, key: str) -> bool:
+        """Whether the holder of `key` has shaken hands with us as this peer."""
+        return peer in self.known and self.known[peer].key == key
+
+    def hello(self, peer: Peer, address: str, key: str, until_s: float) -> None:
+        """Say hello until the peer answers or `until_s` has passed. `address`, `key`: where it is, as registered."""
+        if peer in self.known:
+            self.problems[peer] = (
+                f"the registry names the public key {key!r} for {peer}, which came with {self.known[peer].key!r}"
+            )
+            return
         pending = self._hellos.get(peer)
         if pending is not None:
             pending.until_s = max(pending.until_s, until_s)
             return
-        problem = self._open(peer, address)
+        problem = self._open(peer, address, key)
         if problem:
             self.problems[peer] = problem
             return
@@ -146,7 +168,7 @@ class Core:
             if self.known[peer] != card:
                 self.refuse("a peer changed its layout without a new generation")
             return False
-        problem = _card_problem(peer, card) or self._open(peer, card.address)
+        problem = _card_problem(peer, card) or self._open(peer, card.address, card.key)
         if problem:
             if self._hellos.pop(peer, None) is not None:  # strangers leave nothing behind here
                 self.problems[peer] = problem
@@ -160,16 +182,25 @@ class Core:
             self.out.append(Watch(peer, card.process))
         return True
 
-    def _open(self, peer: Peer, address: str) -> str:
+    def barred(self, peer: Peer, problem: str) -> None:
+        """The peer's socket has refused our line for good."""
+        if self._hellos.pop(peer, None) is not None:
+            self.problems[peer] = problem
+            self._hang_up(peer)
+        else:
+            self.refuse(f"a peer has barred our line: {problem}"[:200])
+
+    def _open(self, peer: Peer, address: str, key: str) -> str:
         """Why there is no line to the peer, or nothing."""
         if peer in self._opened:
             return ""
-        if not _LOOPBACK.match(address):
-            return f"address {address!r} is not on loopback"
+        problem = line_problem(self.card.address, self._allowed, address, key)
+        if problem:
+            return problem
         if len(self._opened) >= PEER_LIMIT:
             return f"{PEER_LIMIT} peers are connected already"
         self._opened.add(peer)
-        self.out.append(Open(peer, address))
+        self.out.append(Open(peer, address, key))
         return ""
 
     def forget(self, peer: Peer) -> None:

@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Literal, Union
 
 import zmq
@@ -20,6 +21,7 @@ import zmq
 from kvferry.errors import (
     DocumentError,
     IncompatibleError,
+    KeysError,
     KVFerryError,
     TransferAborted,
     TransferError,
@@ -63,14 +65,17 @@ from kvferry.session.events import (
     Watch,
     Write,
 )
+from kvferry.session.keys import HOW, Access, Keys, access
+from kvferry.session.lines import Lines
 from kvferry.session.machine import Machine
-from kvferry.session.messages import GRANT_BYTES, MAX_MESSAGE_BYTES, Card, Peer, Role, decode, encode
+from kvferry.session.messages import GRANT_BYTES, Card, Peer, Role, decode, encode
 from kvferry.session.prepare import Preparer, owned_digests
-from kvferry.session.registry import Entry, Registry, require_loopback
+from kvferry.session.registry import Entry, Registry
 from kvferry.session.shell import LOG, JobThreads, Rendezvous, open_death_watch, this_process
 from kvferry.session.writing import Gathers, Writer
 from kvferry.transport.base import open_transport
 from kvferry.transport.costs import known_costs
+from kvferry.transport.hosts import is_loopback
 from kvferry.transport.memory import HostMemory
 from kvferry.transport.staging import Staging
 
@@ -135,6 +140,9 @@ class Endpoint:
     to be trusted, write straight into the target's pages, over nixl and process_vm only; see `Transfer.pages_free`.
     `digest`: what we receive is digested by its sources and again in our pages before it is committed, and
     TransferCorrupted if that differs.
+
+    `host` is the IPv4 address of this machine that is bound and that peers use; with `keys` it may be any, without only
+    one on loopback. Where they aren't given they come from KVFERRY_HOST and KVFERRY_KEYS, see docs/security.md.
     """
 
     def __init__(
@@ -151,11 +159,13 @@ class Endpoint:
         gather: Gather = "auto",
         landing: Landing = "slots",
         digest: bool = False,
-        host: str = "127.0.0.1",
+        host: str | None = None,
+        keys: Keys | None = None,
         staging_base: Address | None = None,
         ttl_s: float = 10.0,
     ) -> None:
-        require_loopback(host)
+        at = access(host, keys)
+        home = _registry(registry, at)
         check_instance(instance)
         if not 0 <= rank < world or all(worker.rank != rank for worker in instance.workers):
             raise DocumentError("rank", f"expected a worker of {instance.instance!r} below world {world}, got {rank}")
@@ -171,29 +181,26 @@ class Endpoint:
         self._staging = Staging(slots, slot_bytes, staging_base)
         try:
             pages_open = landing == "pages"
-            self._transport = open_transport(transport, self._staging, pages=memory.spans, pages_open=pages_open)
+            self._transport = open_transport(
+                transport, self._staging, at.host, pages=memory.spans, pages_open=pages_open
+            )
         except KVFerryError:
             self._staging.close()
             raise
-        self._context = zmq.Context(io_threads=1)
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._router.setsockopt(zmq.LINGER, 0)
-        address = f"tcp://127.0.0.1:{self._router.bind_to_random_port('tcp://127.0.0.1')}"
-        card = Card(address, world, own, self._transport.export(), this_process())
-        self._machine = Machine(
-            self._me, card, slots, self._staging.address, lambda: secrets.token_bytes(GRANT_BYTES), digest
-        )
+        self._poller = zmq.Poller()
+        self._lines = Lines(at, self._poller)
+        address, key = self._lines.address, at.keys.public if at.keys else ""
+        card = Card(address, world, own, self._transport.export(), this_process(), key)
+        allowed = at.keys.allowed if at.keys else frozenset()
+        draw_grant = partial(secrets.token_bytes, GRANT_BYTES)
+        self._machine = Machine(self._me, card, slots, self._staging.address, draw_grant, digest, allowed)
         self._lock = threading.Lock()
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._wake_r, self._wake_w = os.pipe()
         self._wake_lock = threading.Lock()
         os.set_blocking(self._wake_r, False)
         os.set_blocking(self._wake_w, False)
-        self._poller = zmq.Poller()
-        self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wake_r, zmq.POLLIN)
-        self._dealers: dict[Peer, zmq.Socket[bytes]] = {}
         self._watches: dict[int, Peer] = {}
         self._dying: dict[Peer, float] = {}
         self._transfers: dict[tuple[Role, str], Transfer] = {}
@@ -204,8 +211,9 @@ class Endpoint:
         self._preparer = Preparer(rank, slot_bytes, memory if landing == "pages" else None)
         self._planner, self._lander = JobThreads("planner"), JobThreads("lander")
         self._closed = self._closing = False
-        entry = Entry(instance.instance, self._me.generation, rank, world, address)
-        self._rendezvous = Rendezvous(Registry(registry), entry, ttl_s, self._post)
+        entry = Entry(instance.instance, self._me.generation, rank, world, address, key)
+        self._at = at
+        self._rendezvous = Rendezvous(home, entry, ttl_s, self._post)
         self._thread = threading.Thread(target=self._run, name="kvferry-control", daemon=True)
         self._thread.start()
 
@@ -337,7 +345,7 @@ class Endpoint:
             self._wake_w = -1
         for descriptor in (self._wake_r, *self._watches):
             os.close(descriptor)
-        self._context.term()
+        self._lines.end()
         for transfer in self._transfers.values():
             where = Where(transfer.id, "", "closing", time.monotonic() - transfer.started_s)
             transfer._end(None, TransferAborted(where, "the endpoint was closed"))
@@ -354,7 +362,7 @@ class Endpoint:
         if not (0 < call.timeout_s <= 1e6):
             raise DocumentError("timeout_s", f"must be in (0, 1e6], got {call.timeout_s}")
         if isinstance(call, ReceiveCall) and call.registry:
-            require_loopback(Registry(call.registry).host)  # RegistryError
+            _registry(call.registry, self._at)
         transfer = Transfer(role, call.transfer, call.timeout_s)
         transfer.hidden = isinstance(call, ReceiveCall) and call.connect_only
         with self._lock:
@@ -394,9 +402,7 @@ class Endpoint:
             if self._closing and self._machine.quiet:
                 break
         self._apply(self._machine.goodbye())
-        self._router.close()
-        for dealer in self._dealers.values():
-            dealer.close(linger=500)
+        self._lines.close_all(linger_ms=500)
 
     def _round(self, until_s: float) -> None:
         wait_s = until_s - time.monotonic()
@@ -412,7 +418,11 @@ class Endpoint:
                 self._closing = True
             else:
                 self._handle(event)
-        if self._router in ready:
+        for peer, problem in self._lines.handshakes():
+            with self._lock:
+                actions = self._machine.barred(peer, problem, time.monotonic())
+            self._apply(actions)
+        if self._lines.router in ready:
             self._read_router()
         for peer in [peer for peer, due_s in self._dying.items() if due_s <= time.monotonic()]:
             del self._dying[peer]
@@ -424,17 +434,21 @@ class Endpoint:
     def _read_router(self) -> None:
         for _ in range(MESSAGES_PER_ROUND):
             try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK)
+                frames, key = self._lines.receive()
             except zmq.Again:
                 return
             try:
-                if len(frames) != 2:
-                    raise DocumentError("", f"a message has 1 frame, got {len(frames) - 1}")
-                envelope = decode(frames[1])
+                if len(frames) != 1:
+                    raise DocumentError("", f"a message has 1 frame, got {len(frames)}")
+                envelope = decode(frames[0])
             except KVFerryError as error:
                 with self._lock:
                     self._machine.core.refuse("does not decode")
                 LOG.warning("%s: message refused: %s", self._me, str(error)[:400])
+                continue
+            if self._machine.core.key_of(envelope.sender, envelope.body) != key:
+                with self._lock:
+                    self._machine.core.refuse("said with another key than its sender's")
                 continue
             self._handle(Received(envelope.sender, envelope.recipient, envelope.body))
 
@@ -474,7 +488,7 @@ class Endpoint:
         elif isinstance(action, Lookup):
             self._rendezvous.lookup(action.instance, action.until_s, action.registry)
         elif isinstance(action, Open):
-            self._open(action)
+            self._lines.open(action.peer, action.address, action.key)
         elif isinstance(action, Watch):
             self._watch(action)
         elif isinstance(action, Close):
@@ -489,19 +503,12 @@ class Endpoint:
     def _send(self, action: Send) -> None:
         try:
             data = encode(self._me, action.peer, action.body)
-            self._dealers[action.peer].send(data, zmq.NOBLOCK)
+            self._lines.send(action.peer, data)
         except zmq.Again:
             LOG.warning("%s: the line to %s is full, a %s is lost", self._me, action.peer, type(action.body).__name__)
         except DocumentError as error:
             transfer = getattr(action.body, "transfer", "")
             self._post(AbortCall("target", transfer, f"{error}; use larger slots or send less at once"))
-
-    def _open(self, action: Open) -> None:
-        dealer = self._context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.SNDHWM, 10_000)
-        dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        dealer.connect(action.address)
-        self._dealers[action.peer] = dealer
 
     def _watch(self, action: Watch) -> None:
         descriptor = open_death_watch(action.process)
@@ -517,9 +524,7 @@ class Endpoint:
     def _forget(self, peer: Peer) -> None:
         for descriptor in [fd for fd, watched in self._watches.items() if watched == peer]:
             self._unwatch(descriptor)
-        dealer = self._dealers.pop(peer, None)
-        if dealer is not None:
-            dealer.close(linger=0)
+        self._lines.close(peer)
         writer = self._writers.pop(peer, None)
         if writer is not None:
             writer.close(0.0)
@@ -571,3 +576,11 @@ class Endpoint:
 def _one_of(field: str, value: str, allowed: Iterable[str]) -> None:
     if value not in allowed:
         raise DocumentError(field, f"must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _registry(url: str, at: Access) -> Registry:
+    """KeysError where strangers could be in its place."""
+    registry = Registry(url, keys=at.keys)  # RegistryError where it is no URL
+    if at.keys is None and not is_loopback(registry.host):
+        raise KeysError(f"registry {url}: only one on loopback can be used without keys; {HOW}")
+    return registry

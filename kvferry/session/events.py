@@ -215,10 +215,11 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Open:
-    """Open the line to a peer."""
+    """Open the line to a peer. `key`: its public key, empty without keys."""
 
     peer: Peer
     address: str
+    key: str = ""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from kvferry.layout.address import Address
 from kvferry.session.core import ATTEMPT, Core
@@ -60,8 +60,9 @@ class Machine:
         slot_address: Callable[[int], Address],
         draw_grant: Callable[[], bytes],
         digests: bool = False,
+        allowed: Collection[str] = (),
     ) -> None:
-        self.core = Core(me, card, slots, slot_address, draw_grant)
+        self.core = Core(me, card, slots, slot_address, draw_grant, allowed)
         self.targets = Targets(self.core, digests)
         self.sources = Sources(self.core)
 
@@ -93,6 +94,13 @@ class Machine:
             self.targets.verified(event)
         elif isinstance(event, Died):
             self._lost(event.peer, "the peer's process has ended")
+        return self.tick(now)
+
+    def barred(self, peer: Peer, problem: str, now: float) -> list[Action]:
+        """The peer's socket has refused our line."""
+        self.core.now = now
+        self.core.barred(peer, problem)
+        self.targets.handshaken(peer)
         return self.tick(now)
 
     def close(self, now: float) -> list[Action]:

@@ -52,13 +52,17 @@ class Process(Row, frozen=True):
 
 
 class Card(Struct, frozen=True):
-    """What a worker tells about itself at the handshake. `instance` holds its own worker only."""
+    """What a worker tells about itself at the handshake. `instance` holds its own worker only.
+
+    `key`: its public key, if it has keys.
+    """
 
     address: Name
     world: Count
     instance: Instance
     export: bytes
     process: Union[Process, None] = None
+    key: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class Body(

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from kvferry.errors import RegistryError
 from kvferry.session.events import Found, NotFound
@@ -99,7 +100,7 @@ class Rendezvous:
                 self._wake.wait_for(lambda: self._closed, wait_s)
 
     def _ask_all(self, url: str) -> None:
-        registry = Registry(url) if url else self._registry
+        registry = self._registry.at(url) if url else self._registry
         while True:
             with self._wake:
                 names = dict(self._wanted[url])
@@ -134,7 +135,10 @@ def this_process() -> Process | None:
     if not hasattr(os, "pidfd_open"):
         return None
     try:
-        return Process(os.getpid(), start_ticks(os.getpid()), os.readlink("/proc/self/ns/pid"))
+        # the same number names the first namespace of every host
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        namespace = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return Process(os.getpid(), start_ticks(os.getpid()), namespace)
     except (OSError, ValueError):
         return None
 

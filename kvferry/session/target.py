@@ -157,11 +157,11 @@ class Targets:
         t.sources, t.ranks = _peers(source), _peers(own)
         absent = []
         for peer, entry in zip(t.sources + t.ranks, (*source, *own)):
-            if peer in core.known or peer == core.me:
+            if peer == core.me or core.knows(peer, entry.key):
                 continue
             if peer in core.problems:
                 return self.fail(t, "refused", core.problems.pop(peer), peer)
-            core.hello(peer, entry.address, t.deadline_s)
+            core.hello(peer, entry.address, entry.key, t.deadline_s)
             if peer in core.problems:  # there is no line to it
                 return self.fail(t, "refused", core.problems.pop(peer), peer)
             absent.append(str(peer))

@@ -178,9 +178,9 @@ def open_transport(
 ) -> Transport:
     """`name`: shm, process_vm, tcp, nixl, local (the first two) or auto (all): what is offered and what may be used.
 
-    `host` is bound by tcp, loopback only. `pages`: memory that `move` may take bytes from. `pages_open`: peers may
-    write there too, beside the staging memory; only ways that can do that are offered then. MissingExtra where `nixl`
-    is asked for and not installed.
+    `host` is bound by tcp; the caller sees to it that it is on loopback where peers aren't known by their keys.
+    `pages`: memory that `move` may take bytes from. `pages_open`: peers may write there too, beside the staging memory;
+    only ways that can do that are offered then. MissingExtra where `nixl` is asked for and not installed.
     """
     from kvferry.transport.select import SelectingTransport
 

@@ -55,11 +55,11 @@ def need_nixl() -> ModuleType:
 class Agent:
     """A NIXL agent with a name of its own, used by one thread at a time. Its errors become TransportError."""
 
-    def __init__(self) -> None:
+    def __init__(self, loopback: bool = True) -> None:
         api = need_nixl()
         self.name = f"kvferry-{secrets.token_hex(8)}"
         self._lock = threading.Lock()
-        with _loopback_only():
+        with _networks(loopback):
             config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             self._agent: Any = api.nixl_agent(self.name, config)
 
@@ -103,8 +103,10 @@ class Node:
     `pages_open`.
     """
 
-    def __init__(self, staging: Staging, pages: Sequence[Bytes] = (), pages_open: bool = False) -> None:
-        self._agent = Agent()
+    def __init__(
+        self, staging: Staging, pages: Sequence[Bytes] = (), pages_open: bool = False, loopback: bool = True
+    ) -> None:
+        self._agent = Agent(loopback)
         self._grants: set[bytes] = set()
         self._wake = threading.Event()
         self._closed = False
@@ -277,13 +279,13 @@ def _text(name: bytes | str) -> str:
 
 
 @contextmanager
-def _loopback_only() -> Iterator[None]:
-    """UCX listens on every network unless it is told; without keys that must be loopback, unless the user says where.
+def _networks(loopback: bool) -> Iterator[None]:
+    """UCX listens on every network unless it is told; an endpoint on loopback stays there, unless the user says where.
 
     It reads its environment when an agent is made, and only then.
     """
     with _environment:
-        if "UCX_NET_DEVICES" in os.environ:
+        if not loopback or "UCX_NET_DEVICES" in os.environ:
             yield
             return
         os.environ["UCX_NET_DEVICES"] = "lo"

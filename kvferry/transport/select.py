@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from kvferry.layout.document import decode_msgpack, encode_msgpack
 from kvferry.transport.base import Export, Peer
 from kvferry.transport.copies import Bytes
 from kvferry.transport.costs import MOVES
+from kvferry.transport.hosts import is_loopback
 from kvferry.transport.local import ProcessVmPeer, ShmPeer, local_card
 from kvferry.transport.nixl import Node, need_nixl
 from kvferry.transport.staging import Staging
@@ -50,17 +52,17 @@ class SelectingTransport:
         if pages_open and not set(self._ways) & MOVES:
             raise DocumentError("landing", f"pages can't be written over {name!r}; use {' or '.join(sorted(MOVES))}")
         self._absent: dict[str, str] = {}  # ways of `name` that can't be had here, and why
-        self._node = self._open_nixl() if "nixl" in self._ways else None
+        self._node = self._open_nixl(host) if "nixl" in self._ways else None
         self._receiver = Receiver(staging, host) if "tcp" in self._ways else None
         self._connect: dict[str, Callable[[Export, Any], Peer]] = {
             "shm": ShmPeer,
             "process_vm": ProcessVmPeer,
-            "tcp": TcpPeer,
+            "tcp": partial(TcpPeer, own_host=host),
         }
         if self._node:
             self._connect["nixl"] = self._node.connect
 
-    def _open_nixl(self) -> Node | None:
+    def _open_nixl(self, host: str) -> Node | None:
         """None, with the reason kept, where `auto` does without."""
         if self.name == "auto":
             if not (RDMA.is_dir() and any(RDMA.iterdir())):
@@ -71,7 +73,7 @@ class SelectingTransport:
             except MissingExtra as error:
                 self._absent["nixl"] = str(error)
                 return None
-        return Node(self._staging, self._pages, self._pages_open)
+        return Node(self._staging, self._pages, self._pages_open, is_loopback(host))
 
     def export(self) -> bytes:
         local = local_card(self._staging)

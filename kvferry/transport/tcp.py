@@ -7,7 +7,6 @@ sends frames: header, bytes, and waits for the reply. A frame that is refused en
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import socket
 import struct
@@ -19,6 +18,7 @@ from kvferry.errors import TransportError, TransportUnavailable
 from kvferry.layout.address import Address
 from kvferry.transport.base import Export, Fill, Outbox, TcpCard, WritesOnly
 from kvferry.transport.copies import Bytes
+from kvferry.transport.hosts import is_loopback, machine_address
 from kvferry.transport.staging import Staging
 
 LOG = logging.getLogger("kvferry.transport")
@@ -56,7 +56,7 @@ class Receiver:
         self._grants: dict[bytes, _Grant] = {}
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._stop = threading.Event()
-        self._listener = socket.create_server((_loopback(host), 0), backlog=128)
+        self._listener = socket.create_server((_ipv4(host), 0), backlog=128)
         self.card = TcpCard(*self._listener.getsockname()[:2])
         self._thread = threading.Thread(target=self._accept, name="kvferry-tcp-accept", daemon=True)
         self._thread.start()
@@ -200,13 +200,14 @@ class TcpPeer(WritesOnly):
     name = "tcp"
     reason = ""
 
-    def __init__(self, export: Export, card: TcpCard) -> None:
+    def __init__(self, export: Export, card: TcpCard, own_host: str = "127.0.0.1") -> None:
         self._slots = export.slots
         self._outbox = Outbox(export.slots.slot_bytes)
         self._lock = threading.Lock()
         where = f"{card.host}:{card.port}"
         try:
-            self._socket = socket.create_connection((_loopback(card.host), card.port), timeout=CONNECT_S)
+            host = _ipv4(card.host, own_host)
+            self._socket = socket.create_connection((host, card.port), timeout=CONNECT_S)
         except OSError as error:
             raise TransportUnavailable(f"can't connect to {where}: {error}") from None
         try:
@@ -277,16 +278,16 @@ class TcpPeer(WritesOnly):
         self._socket.settimeout(left_s)
 
 
-def _loopback(host: str) -> str:
-    """Nothing authenticates a peer yet, so nothing but this host is bound or connected to."""
-    if host == "localhost":
-        return "127.0.0.1"
-    try:
-        if ipaddress.IPv4Address(host).is_loopback:
-            return host
-    except ValueError:
-        pass
-    raise TransportUnavailable(f"host {host!r}: tcp uses IPv4 loopback addresses only, in this version")
+def _ipv4(host: str, own: str | None = None) -> str:
+    """TransportUnavailable where it is not an address of one machine, or, seen from our own, on the other side of
+    loopback: an endpoint that only this machine reaches writes to nothing else.
+    """
+    address = machine_address(host)
+    if not address:
+        raise TransportUnavailable(f"host {host!r}: tcp needs the IPv4 address of one machine")
+    if own is not None and is_loopback(address) != is_loopback(own):
+        raise TransportUnavailable(f"host {host!r}: one side is on loopback, the other not (this side is {own!r})")
+    return address
 
 
 def _set_options(connection: socket.socket) -> None:

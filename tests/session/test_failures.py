@@ -16,8 +16,8 @@ import zmq
 from kvferry.errors import (
     DocumentError,
     IncompatibleError,
+    KeysError,
     PeerLost,
-    RegistryError,
     TransferAborted,
     TransferRefused,
     TransferTimeout,
@@ -266,7 +266,7 @@ def test_f69_a_host_other_than_loopback_is_refused(host: str, registry: str) -> 
     pool = WorkerPool(Shape(), 0)
     document = instance("p", Shape(), (pool.worker(),))
     memory = HostMemory([map_array(pool.bytes_view)])
-    with pytest.raises(RegistryError, match="only loopback"):
+    with pytest.raises(KeysError, match=r"only loopback.*kvferry keys"):
         Endpoint(document, 0, memory, world=1, registry=registry, host=host)
 
 

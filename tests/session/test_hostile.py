@@ -90,7 +90,7 @@ def test_an_address_that_cannot_be_used_fails_at_once() -> None:
     sim.event(target, ReceiveCall("a", "p", TOKENS, TABLES, 10.0))
     ((_, ended, at_s),) = sim.ended
     assert isinstance(ended, Ended)
-    assert "not on loopback" in str(ended.error)
+    assert "tcp://10.0.0.1:5" in str(ended.error) and "is on loopback" in str(ended.error)
     assert at_s == 0.0
 
 

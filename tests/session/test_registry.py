@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvferry.errors import RegistryError
+from kvferry.errors import KeysError, RegistryError
 from kvferry.session.events import Found, NotFound
 from kvferry.session.registry import Directory, Entry, Registry, RegistryServer
 from kvferry.session.shell import Rendezvous
@@ -122,7 +122,7 @@ def test_what_is_no_url_of_a_registry_is_said(url: str) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])
 def test_f69_only_loopback_is_bound(host: str) -> None:
-    with pytest.raises(RegistryError, match="only loopback"):
+    with pytest.raises(KeysError, match=r"only loopback.*kvferry keys"):
         RegistryServer(host)
 
 
