@@ -77,8 +77,8 @@ class Peer(Protocol):
 
         `fill` gets `nbytes` bytes of memory: the slot itself where this process can reach it, else memory that the
         bytes then leave from. Whatever it raises is passed on. TransportError: whether bytes arrived is unknown, and
-        this peer may be of no further use. Either way this write touches the target no more; where that can't be known
-        when `timeout_s` has passed, the call goes on until it is.
+        this peer may be of no further use. Either way this write touches the target no more (over tcp: once its grant
+        has been revoked); where that can't be known when `timeout_s` has passed, the call goes on until it is.
         """
 
     moves: bool

@@ -73,6 +73,13 @@ class Agent:
             except Exception as error:  # NIXL's errors have no common base
                 raise TransportError(f"nixl: {what}: {type(error).__name__}: {error}") from None
 
+    def forget(self, what: str, use: Callable[[Any], T]) -> None:
+        """As `call`, for giving something back; where the agent is gone, so is that."""
+        try:
+            self.call(what, use)
+        except TransportError as error:
+            LOG.debug("%s", error)
+
     def register(self, memory: Sequence[Bytes]) -> Any:
         rows = _registration(memory)
         return self.call("register memory", lambda a: a.register_memory(a.get_reg_descs(rows, HOST_MEMORY)))
@@ -223,7 +230,7 @@ class NixlPeer:
         try:
             self._finish(handle, state, what, timeout_s, deadline_s)
         finally:
-            self._agent.call("release", lambda agent: agent.release_xfer_handle(handle))
+            self._agent.forget("release", lambda agent: agent.release_xfer_handle(handle))
 
     def _finish(self, handle: Any, state: str, what: str, timeout_s: float, deadline_s: float) -> None:
         """Wait for the end, also of a write that is late: until then it may still touch the target."""
@@ -255,10 +262,7 @@ class RegisteredOutbox(Outbox):
 
     def _drop(self, buffer: Bytes) -> None:
         registered = self._registered.pop(host_address(buffer).value)
-        try:
-            self._agent.call("deregister memory", lambda agent: agent.deregister_memory(registered))
-        except TransportError as error:  # the agent, and with it the registration, is gone
-            LOG.debug("%s", error)
+        self._agent.forget("deregister memory", lambda agent: agent.deregister_memory(registered))
 
 
 def _registration(memory: Sequence[Bytes]) -> list[tuple[int, int, int, str]]:

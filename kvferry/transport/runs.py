@@ -57,7 +57,8 @@ def joined(addresses: Addresses, lengths: U64) -> Runs:
     addresses, lengths = addresses.take(some), lengths[some]
     if len(lengths) < 2:
         return Runs(addresses, lengths)
-    touching = addresses.u64[1:] - addresses.u64[:-1] == lengths[:-1]
+    offsets = addresses.distances_from(addresses.lowest())
+    touching = (offsets[1:] > offsets[:-1]) & (offsets[1:] - offsets[:-1] == lengths[:-1])
     first = np.flatnonzero(np.concatenate([[True], ~touching]))
     return Runs(addresses.take(first), np.add.reduceat(lengths, first))
 

@@ -131,6 +131,7 @@ class Receiver:
                 self._linger(connection)
         except OSError as error:
             LOG.info("a connection ended: %s", error)
+            _reset(connection)
         except Exception:
             LOG.exception("a connection ended by an unexpected error")
         finally:
@@ -322,6 +323,12 @@ def _fill(connection: socket.socket, view: memoryview, grant: _Grant | None = No
             raise ConnectionResetError("closed in the middle of a frame")
         view = view[count:]
     return True
+
+
+def _reset(connection: socket.socket) -> None:
+    """Close it so that the sender hears of it at once: one that waits for room in a full window might not otherwise."""
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def _reply(connection: socket.socket, problem: str) -> None:
