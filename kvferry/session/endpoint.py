@@ -538,7 +538,11 @@ class Endpoint:
                 self._finished.append(transfer)
         if ended.pages_held:
             self._held[ended.transfer] = transfer
-        transfer._end(ended.report, ended.error, ended.pages_held)
+        error = ended.error
+        if isinstance(error, TransferTimeout) and self._rendezvous.problem:  # nobody could find us
+            problem = f"{error.problem}; this worker is not registered: {self._rendezvous.problem}"
+            error = TransferTimeout(error.where, problem)
+        transfer._end(ended.report, error, ended.pages_held)
 
     # on other threads
 

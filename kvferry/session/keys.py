@@ -86,7 +86,8 @@ def access(host: str | None = None, keys: Keys | None = None) -> Access:
     try:
         socket.create_server((host, 0)).close()
     except OSError as error:
-        raise DocumentError("host", f"{host!r} can't be bound, is it an address of this machine? {os.strerror(error.errno or 0)}") from None
+        reason = os.strerror(error.errno or 0)
+        raise DocumentError("host", f"{host!r} can't be bound, is it an address of this machine? {reason}") from None
     return Access(host, keys)
 
 

@@ -65,6 +65,7 @@ class Rendezvous:
         self._registry, self._entry, self._ttl_s, self._post = registry, entry, ttl_s, post
         self._wanted: dict[str, dict[str, float]] = {}  # by registry URL, "" for ours: until when, by instance
         self._wake = threading.Condition()
+        self.problem = ""  # why we are not registered
         self._closed = False
         self._thread = threading.Thread(target=self._renew, name="kvferry-rendezvous", daemon=True)
         self._thread.start()
@@ -92,8 +93,10 @@ class Rendezvous:
         while not self._closed:
             try:
                 self._registry.put(self._entry, self._ttl_s)
+                self.problem = ""
                 wait_s = self._ttl_s / 3
             except RegistryError as error:
+                self.problem = str(error)
                 LOG.warning("not registered: %s", error)
                 wait_s = min(0.5, self._ttl_s / 3)
             with self._wake:
