@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,13 @@ def test_the_example(park: Park, plain: Tokens) -> None:
     finally:
         proxy.kill()
         proxy.wait()
+
+
+def test_health_checks_need_no_peer(park: Park) -> None:
+    """SGLang sends itself a request without a transfer."""
+    for server in park.pair(1, 1, 16):
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health_generate", timeout=60) as response:
+            assert response.status == 200
 
 
 def test_an_aborted_request_harms_no_other(park: Park, plain: Tokens) -> None:
