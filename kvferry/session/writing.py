@@ -96,7 +96,7 @@ class Writer:
         """Into the peer's pages where it gave their runs; else into its slot, gathered or as it lies. How many runs."""
         if job.runs:
             target = decode_runs(job.runs, job.nbytes)
-        elif link.moves and not self._gathers(link.name, len(copies.lengths), job.nbytes):
+        elif link.moves and self._memory.spans and not self._gathers(link.name, len(copies.lengths), job.nbytes):
             target = one_run(link.slot_at(job.address, job.nbytes), job.nbytes)
         else:
             link.write(job.address, job.grant, job.nbytes, gather, job.timeout_s)

@@ -46,6 +46,8 @@ class NixlCard(Struct, frozen=True):
     agent: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
     address: Address  # of the header page
+    memory: Literal["DRAM", "VRAM"] = "DRAM"
+    device: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)] = 0
 
 
 class Export(Struct, frozen=True):

@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from kvferry.layout.address import U64, Address, Addresses
 from kvferry.transport.base import Export, Fill, NixlCard, Outbox
 from kvferry.transport.copies import Bytes
 from kvferry.transport.memory import host_address
-from kvferry.transport.staging import HEADER_BYTES, KEY_BYTES, MAGIC, PROBE_OFFSET, Staging
+from kvferry.transport.staging import HEADER_BYTES, MAGIC, PROBE_OFFSET, Staging
 
 LOG = logging.getLogger("kvferry.transport")
 MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
@@ -80,15 +81,14 @@ class Agent:
         except TransportError as error:
             LOG.debug("%s", error)
 
-    def register(self, memory: Sequence[Bytes]) -> Any:
-        rows = _registration(memory)
-        return self.call("register memory", lambda a: a.register_memory(a.get_reg_descs(rows, HOST_MEMORY)))
+    def register(self, memory: Bytes) -> Any:
+        return self.call("register memory", lambda a: a.register_memory(_registration(a, memory)))
 
     def export(self, memory: Sequence[Bytes]) -> bytes:
-        """What a peer needs to reach this memory, and no other that is registered."""
+        """What a peer needs to reach this memory, all of one kind, and no other that is registered."""
 
         def metadata(agent: Any) -> bytes:
-            chosen = agent.get_reg_descs(_registration(memory), HOST_MEMORY)
+            chosen = _registration(agent, *memory)
             found: bytes = agent.get_partial_agent_metadata(chosen, True, ["UCX"])
             return found
 
@@ -118,9 +118,12 @@ class Node:
         self._wake = threading.Event()
         self._closed = False
         memory = staging.memory
-        self._agent.register([memory, *pages])
+        self._buffer = staging.buffer
+        for one in (memory, *pages):
+            self._agent.register(one)
         metadata = self._agent.export([memory, *pages] if pages_open else [memory])
-        self.card = NixlCard(self._agent.name, metadata, host_address(memory))
+        place = Place.of(memory)
+        self.card = NixlCard(self._agent.name, metadata, place.address, place.memory, place.device)
         self._thread = threading.Thread(target=self._progress, name="kvferry-nixl", daemon=True)
         self._thread.start()
 
@@ -132,7 +135,7 @@ class Node:
         self._grants.discard(grant)
 
     def connect(self, export: Export, card: NixlCard) -> NixlPeer:
-        return NixlPeer(self._agent, export, card)
+        return NixlPeer(self._agent, export, card, self._buffer)
 
     def close(self) -> None:
         self._closed = True
@@ -161,11 +164,11 @@ class NixlPeer:
     reason = ""
     moves = True
 
-    def __init__(self, agent: Agent, export: Export, card: NixlCard) -> None:
+    def __init__(self, agent: Agent, export: Export, card: NixlCard, buffer: Callable[[int], Bytes]) -> None:
         self._agent, self._slots, self._card = agent, export.slots, card
         if not card.address.spans(HEADER_BYTES + export.slots.total_bytes):
             raise TransportUnavailable(f"the staging at {card.address} passes 2**64")
-        self._outbox = RegisteredOutbox(agent, max(export.slots.slot_bytes, HEADER_BYTES))
+        self._outbox = RegisteredOutbox(agent, export.slots.slot_bytes, buffer)
         self._closed = False
         try:
             found = agent.call("add the peer", lambda a: a.add_remote_agent(card.metadata))
@@ -181,7 +184,7 @@ class NixlPeer:
         deadline_s = time.monotonic() + timeout_s
         self._check_open()
         with self._outbox.filled(nbytes, fill) as data:
-            self._post("WRITE", *_one(data, remote), timeout_s, deadline_s)
+            self._post("WRITE", *_one(data, remote), timeout_s, deadline_s, Place.of(data).kind)
 
     def move(self, source: Addresses, target: Addresses, lengths: U64, timeout_s: float) -> None:
         self._check_open()
@@ -205,25 +208,38 @@ class NixlPeer:
         """Read the key there and write it beside, as a first sign of life in both directions."""
         deadline_s = time.monotonic() + CONNECT_S
         signature = MAGIC + key
-        with self._outbox.filled(len(signature), lambda out: out.fill(0)) as data:
+        data = np.zeros(len(signature), np.uint8)  # on the host, wherever the other memory is
+        registered = self._agent.register(data)
+        try:
             self._post("READ", *_one(data, self._card.address), CONNECT_S, deadline_s)
             if data.tobytes() != signature:
                 raise TransportUnavailable("the memory found there has another key")
-        with self._outbox.filled(KEY_BYTES, lambda out: np.copyto(out, np.frombuffer(key, np.uint8))) as data:
-            self._post("WRITE", *_one(data, self._card.address.plus(PROBE_OFFSET)), CONNECT_S, deadline_s)
+            beside = self._card.address.plus(PROBE_OFFSET)
+            self._post("WRITE", *_one(data[len(MAGIC) :], beside), CONNECT_S, deadline_s)
+        finally:
+            self._agent.forget("deregister memory", lambda agent: agent.deregister_memory(registered))
 
     def _post(
-        self, operation: str, here: Addresses, there: Addresses, lengths: U64, timeout_s: float, deadline_s: float
+        self,
+        operation: str,
+        here: Addresses,
+        there: Addresses,
+        lengths: U64,
+        timeout_s: float,
+        deadline_s: float,
+        kind: tuple[str, int] = (HOST_MEMORY, 0),
     ) -> None:
+        """`kind`: memory and device of `here`."""
         some = np.flatnonzero(lengths)
         if not len(some):
             return
-        lists = [_descriptors(addresses.take(some), lengths[some]) for addresses in (here, there)]
+        sides = (here, *kind), (there, self._card.memory, self._card.device)
+        lists = [(_descriptors(at.take(some), lengths[some], device), memory) for at, memory, device in sides]
         what = f"{operation.lower()} of {int(lengths.sum(dtype=np.uint64))} bytes in {len(some)} runs"
 
         def post(agent: Any) -> tuple[Any, str]:
-            ours, theirs = (agent.get_xfer_descs(rows, HOST_MEMORY) for rows in lists)
-            handle = agent.initialize_xfer(operation, ours, theirs, self._card.agent)
+            local, remote = (agent.get_xfer_descs(rows, memory) for rows, memory in lists)
+            handle = agent.initialize_xfer(operation, local, remote, self._card.agent)
             return handle, agent.transfer(handle)
 
         handle, state = self._agent.call(what, post)
@@ -250,32 +266,56 @@ class NixlPeer:
 class RegisteredOutbox(Outbox):
     """Buffers that NIXL knows: registered when they are made, given back when the outbox is closed."""
 
-    def __init__(self, agent: Agent, nbytes: int) -> None:
+    def __init__(self, agent: Agent, nbytes: int, buffer: Callable[[int], Bytes]) -> None:
         super().__init__(nbytes)
-        self._agent = agent
+        self._agent, self._buffer = agent, buffer
         self._registered: dict[int, Any] = {}  # by address
 
     def _make(self) -> Bytes:
-        buffer = super()._make()
-        self._registered[host_address(buffer).value] = self._agent.register([buffer])
+        buffer = self._buffer(self._nbytes)
+        self._registered[Place.of(buffer).address.value] = self._agent.register(buffer)
         return buffer
 
     def _drop(self, buffer: Bytes) -> None:
-        registered = self._registered.pop(host_address(buffer).value)
+        registered = self._registered.pop(Place.of(buffer).address.value)
         self._agent.forget("deregister memory", lambda agent: agent.deregister_memory(registered))
 
 
-def _registration(memory: Sequence[Bytes]) -> list[tuple[int, int, int, str]]:
-    return [(host_address(one).value, one.nbytes, 0, "") for one in memory]
+@dataclass(frozen=True)
+class Place:
+    """Where bytes are, in NIXL's words."""
+
+    address: Address
+    memory: Literal["DRAM", "VRAM"]
+    device: int
+
+    @property
+    def kind(self) -> tuple[str, int]:
+        return self.memory, self.device
+
+    @staticmethod
+    def of(memory: Any) -> Place:
+        """Of a NumPy array or a torch tensor."""
+        if isinstance(memory, np.ndarray):
+            return Place(host_address(memory), "DRAM", 0)
+        on_host = memory.device.type == "cpu"
+        return Place(Address(memory.data_ptr()), "DRAM" if on_host else "VRAM", memory.device.index or 0)
 
 
-def _descriptors(addresses: Addresses, lengths: U64) -> U64:
+def _registration(agent: Any, *memory: Bytes) -> Any:
+    """NIXL's list of memory that is all of one kind."""
+    places = [Place.of(one) for one in memory]
+    rows = [(place.address.value, one.nbytes, place.device, "") for place, one in zip(places, memory)]
+    return agent.get_reg_descs(rows, places[0].memory)
+
+
+def _descriptors(addresses: Addresses, lengths: U64, device: int) -> U64:
     """One row of (address, bytes, device) per run: contiguous uint64, whatever the addresses are."""
-    return np.ascontiguousarray(np.stack([addresses.u64, lengths, np.zeros_like(lengths)], axis=1))
+    return np.ascontiguousarray(np.stack([addresses.u64, lengths, np.full_like(lengths, device)], axis=1))
 
 
 def _one(data: Bytes, remote: Address) -> tuple[Addresses, Addresses, U64]:
-    return Addresses([host_address(data)]), Addresses([remote]), np.array([data.nbytes], np.uint64)
+    return Addresses([Place.of(data).address]), Addresses([remote]), np.array([data.nbytes], np.uint64)
 
 
 def _text(name: bytes | str) -> str:

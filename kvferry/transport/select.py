@@ -47,7 +47,9 @@ class SelectingTransport:
         if name not in WAYS:
             raise DocumentError("transport", f"must be one of {', '.join(WAYS)}, got {name!r}")
         self.name = name
-        self._ways = WAYS[name]
+        self._ways = tuple(way for way in WAYS[name] if way in staging.ways)
+        if not self._ways:
+            raise DocumentError("transport", f"{name!r} can't write to this landing memory, only {staging.ways} can")
         self._staging, self._pages, self._pages_open = staging, pages, pages_open
         if pages_open and not set(self._ways) & MOVES:
             raise DocumentError("landing", f"pages can't be written over {name!r}; use {' or '.join(sorted(MOVES))}")
@@ -76,8 +78,8 @@ class SelectingTransport:
         return Node(self._staging, self._pages, self._pages_open, is_loopback(host))
 
     def export(self) -> bytes:
-        local = local_card(self._staging)
         offered = [way for way in self._ways if way in MOVES or not self._pages_open]
+        local = local_card(self._staging) if {"shm", "process_vm"} & set(offered) else None
         card = Export(
             "kvferry-transport/1",
             self._staging.layout,

@@ -66,6 +66,9 @@ class Slots(Struct, frozen=True):
 class Staging:
     """`slots` landing slots of `slot_bytes` bytes. `base`: pretend that they lie there (an emulated device)."""
 
+    ways = ("shm", "process_vm", "nixl", "tcp")
+    """Transports that can write there."""
+
     def __init__(self, slots: int, slot_bytes: int, base: Address | None = None) -> None:
         for name, value in (("slots", slots), ("slot_bytes", slot_bytes)):
             if not 1 <= value <= _LIMIT:
@@ -110,6 +113,10 @@ class Staging:
     def address(self, slot: int) -> Address:
         """What peers call the first byte of a slot."""
         return self.layout.address(slot)
+
+    def buffer(self, nbytes: int) -> Bytes:
+        """Memory of the same kind for a chunk that leaves from here."""
+        return np.empty(nbytes, np.uint8)
 
     def close(self) -> None:
         """Give the memory back; may be called again."""
