@@ -73,10 +73,9 @@ from kvferry.session.prepare import Preparer, owned_digests
 from kvferry.session.registry import Entry, Registry
 from kvferry.session.shell import LOG, JobThreads, Rendezvous, open_death_watch, this_process
 from kvferry.session.writing import Gathers, Writer
-from kvferry.transport.base import open_transport
+from kvferry.transport.base import Memory, open_transport
 from kvferry.transport.costs import known_costs
 from kvferry.transport.hosts import is_loopback
-from kvferry.transport.memory import HostMemory
 from kvferry.transport.staging import Staging
 
 Gather = Literal["auto", "always", "never"]
@@ -149,7 +148,7 @@ class Endpoint:
         self,
         instance: Instance,
         rank: int,
-        memory: HostMemory,
+        memory: Memory,
         *,
         world: int,
         registry: str,

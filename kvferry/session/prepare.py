@@ -18,8 +18,8 @@ from kvferry.plan.route import Box, Route, route
 from kvferry.plan.wanted import check_wanted, owned_bytes
 from kvferry.session.events import Prepare, Prepared, Shipment, Verify
 from kvferry.session.messages import Piece
+from kvferry.transport.base import Memory
 from kvferry.transport.copies import Bytes
-from kvferry.transport.memory import HostMemory
 
 CACHED_PAIRS = 64
 DIRECT_PIECE_BYTES = 16 << 20
@@ -32,7 +32,7 @@ class Preparer:
     `pages`: the memory in whose pages pieces land straight; None where they land in slots of `slot_bytes` bytes.
     """
 
-    def __init__(self, rank: int, slot_bytes: int, pages: HostMemory | None = None) -> None:
+    def __init__(self, rank: int, slot_bytes: int, pages: Memory | None = None) -> None:
         self._rank, self._pages = rank, pages
         self._piece_bytes = slot_bytes if pages is None else DIRECT_PIECE_BYTES
         self._routes: dict[Hashable, dict[int, tuple[Route, ...]]] = {}

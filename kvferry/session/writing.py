@@ -15,10 +15,9 @@ from kvferry.plan.digest import layer_digests
 from kvferry.session.events import Write, WriteFailed, Written
 from kvferry.session.messages import Digest, Peer
 from kvferry.session.shell import LOG, JobThreads
-from kvferry.transport.base import Fill, Transport
+from kvferry.transport.base import Fill, Memory, Transport
 from kvferry.transport.base import Peer as Link
 from kvferry.transport.copies import Bytes
-from kvferry.transport.memory import HostMemory
 from kvferry.transport.runs import cut_to_each_other, decode_runs, one_run
 
 Answer = Callable[[Callable[[], Written], Callable[[KVFerryError], WriteFailed]], None]
@@ -37,7 +36,7 @@ class Writer:
         transport: Transport,
         instance: Instance,
         worker: Worker,
-        memory: HostMemory,
+        memory: Memory,
         gathers: Gathers,
         answer: Answer,
     ) -> None:

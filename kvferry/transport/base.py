@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Literal, Optional, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, Optional, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -14,7 +14,11 @@ from kvferry.errors import TransportError
 from kvferry.layout.address import U64, Address, Addresses
 from kvferry.layout.document import Struct
 from kvferry.transport.copies import Bytes
+from kvferry.transport.runs import Runs
 from kvferry.transport.staging import KEY_BYTES, Size, Slots, Staging
+
+if TYPE_CHECKING:
+    from kvferry.plan.dense import DenseCopies
 
 NAMES = ("auto", "local", "shm", "process_vm", "tcp", "nixl")
 """What `open_transport` knows."""
@@ -131,6 +135,23 @@ class WritesOnly:
 
     def slot_at(self, address: Address, nbytes: int) -> Address:
         raise TransportError("this way writes into landing slots only; use nixl or process_vm, or landing='slots'")
+
+
+class Memory(Protocol):
+    """A worker's pages, wherever they are: `HostMemory`, or `TorchMemory` for tensors on a device."""
+
+    @property
+    def spans(self) -> Sequence[Bytes]:
+        """The bytes that this process can address itself; none where pages are on a device."""
+
+    def gather(self, copies: DenseCopies, out: Bytes) -> None:
+        """Pages → dense chunk."""
+
+    def scatter(self, copies: DenseCopies, chunk: Bytes) -> None:
+        """Dense chunk → pages. When this returns, whoever reads them finds it."""
+
+    def runs(self, copies: DenseCopies) -> Runs:
+        """Where a chunk's bytes are, as this process addresses them."""
 
 
 class Outbox:
