@@ -19,7 +19,7 @@ test: lint
 
 # the transports with NIXL, which is a download of its own (340 MB)
 test-transports: $(NIXL_READY)
-	$(BIN)/python -m pytest -rs tests/transport tests/session/test_endpoint.py
+	$(BIN)/python -m pytest -rs -m "slow or not slow" tests/transport tests/session/test_endpoint.py tests/session/test_digest.py
 
 # real servers, each engine in an environment of its own that is made (or reused) here: 3.7 GB and 1.7 GB
 test-vllm:
@@ -36,9 +36,9 @@ test-engines: test-vllm test-sglang
 test-demo: $(READY)
 	$(BIN)/python -m pytest -m slow tests/cli tests/engines
 
-# everything that is marked slow
+# everything else that is marked slow
 test-long: $(READY)
-	$(BIN)/python -m pytest -m "slow and not vllm and not sglang"
+	$(BIN)/python -m pytest -m "slow and not vllm and not sglang" --ignore tests/transport
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -204,7 +204,11 @@ class Core:
         return ""
 
     def forget(self, peer: Peer) -> None:
-        """The peer is dead: nothing of it can touch our slots, and nothing can be said to it."""
+        """The peer is dead, or has signed off: nothing of it can touch our slots, and nothing can be said to it.
+
+        Over UCX tcp a dead peer's last bytes may still lie in our sockets. The shell waits before it reports a death,
+        and that was enough in all tries (docs/transports/nixl.md); it is no proof.
+        """
         self.known.pop(peer, None)
         self._hellos.pop(peer, None)
         self.ledger.clear_dead(peer)

@@ -87,7 +87,7 @@ GATHER: dict[str, Gathers] = {
     "never": lambda way, runs, nbytes: False,
 }
 DEATH_GRACE_S = 0.25
-"""What a peer said just before its end is read before its end is acted on."""
+"""What a peer said, and wrote over UCX, just before its end is read before its end is acted on."""
 CLOSE_S = 2.0
 MESSAGES_PER_ROUND = 256
 _IN_DOUBT: list[Staging] = []

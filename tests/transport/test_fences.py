@@ -32,7 +32,7 @@ RACE_BYTES = 256 << 20
 TRIES = 10
 DOCS = sorted((Path(__file__).parents[2] / "docs" / "transports").glob("*.md"))
 TIME_S = 2.0
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 NEEDS_NIXL = pytest.mark.skipif(bool(NIXL_PROBLEM), reason=NIXL_PROBLEM)
 
 
