@@ -16,21 +16,33 @@ import numpy as np
 import pytest
 
 from kvferry.cli.bench_transfer import command
-from kvferry.cli.bench_transfer.cases import EQUAL, SPLIT, TABLE, WIRE, Scenario, Shape, of_run_length
-from kvferry.cli.bench_transfer.measure import DIRECT, MERGED, ONE_PIECE, PER_RUN, STAGED, Outcome, Row
+from kvferry.cli.bench_transfer.cases import (
+    CURVE_RUN_BYTES,
+    EQUAL,
+    SPLIT,
+    TABLE,
+    WIRE,
+    Scenario,
+    Shape,
+    apart,
+    longest_run,
+    of_run_length,
+)
+from kvferry.cli.bench_transfer.measure import DIRECT, MERGED, ONE_PIECE, PER_RUN, STAGED, Outcome, Row, _Stand
 from kvferry.cli.bench_transfer.plot import draw
 from kvferry.cli.bench_transfer.pool import GUARD_BYTES, WorkerPool
 from kvferry.cli.bench_transfer.raw import cut
 from kvferry.cli.bench_transfer.table import as_text, bounds
 from kvferry.cli.bench_transfer.worker import Stages
 from kvferry.cli.main import main
+from kvferry.errors import EngineError
 from kvferry.layout.address import Address, Addresses
 from kvferry.plan.bind import Copies
 from kvferry.plan.document import plan_copies
 from tests.transport.installed import NIXL
 
 MIB = 1 << 20
-SIZED = [scenario.sized(MIB) for scenario in (WIRE, *TABLE, of_run_length(128), of_run_length(MIB))]
+SIZED = [scenario.sized(MIB) for scenario in (WIRE, *TABLE, of_run_length(128), of_run_length(4096))]
 QUICK = ["bench", "transfer", "--quick"]
 
 
@@ -55,7 +67,7 @@ def test_json_of_two_transports(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert list(rows) == [(t, title, way) for t in ("shm", "tcp") for title, some in ways.items() for way in some]
     for row in rows.values():
         assert row["bytes"] == MIB and min(row["samples_s"]) == row["best_s"] > 0 and row["wire_s"] > 0
-        assert (row["stages"] is not None) == (row["way"] == STAGED)
+        assert (row["stages"] is not None) == (row["way"] in (STAGED, DIRECT))
     split = rows["tcp", "TP1→TP4 NHD", STAGED]
     assert (split["run_bytes"], split["runs"], split["workers"]) == (512, 2048, [1, 4])
     assert rows["shm", "runs of 16384 B", PER_RUN]["run_bytes"] == 16384
@@ -160,18 +172,28 @@ def _copy(copies: Copies, source: WorkerPool, target: WorkerPool) -> None:
 
 @pytest.mark.parametrize("scenario", SIZED, ids=lambda scenario: scenario.title)
 def test_sizes(scenario: Scenario) -> None:
-    assert 0.5 * MIB <= scenario.bytes <= 8 * MIB  # one token of the longest runs has 8 MiB
+    assert 0.95 * MIB <= scenario.bytes <= 1.05 * MIB
     for side in ("source", "target"):
         pages = scenario.page_list(side)
         assert len(set(pages)) == len(pages) and max(pages) < scenario.pool_pages(side) - 3
 
 
 def test_run_lengths() -> None:
-    for nbytes in (128, 4096, MIB):
-        scenario = of_run_length(nbytes).sized(16 * MIB)
+    """Each point of the curve has runs of exactly its length, down to the smallest size for which it is measured."""
+    for nbytes in CURVE_RUN_BYTES:
+        total = max(MIB, 64 * nbytes)
+        assert longest_run(total) >= nbytes
+        scenario = of_run_length(nbytes).sized(total)
         instances = (scenario.instance("source", "a", [1 << 30]), scenario.instance("target", "b", [1 << 30]))
         (copies,) = plan_copies(*instances, scenario.request()).values()
-        assert (copies.lengths == nbytes).all()
+        assert (copies.lengths == nbytes).all() and copies.total_bytes == total
+
+
+def test_apart() -> None:
+    for count in range(1, 100):
+        for share in (0.38, 0.62):
+            order = apart(count, share)
+            assert sorted(order) == list(range(count)) and not (np.diff(order) == 1).any()
 
 
 def test_cut() -> None:
@@ -183,7 +205,7 @@ def test_cut() -> None:
 
 
 def _row(transport: str, scenario: Scenario, way: str, seconds: float, run_bytes: int = 512) -> Row:
-    stages = Stages(0.001, 0.002, 0.003) if way == STAGED else None
+    stages = Stages(0.001, 0.002, 0.003) if way in (STAGED, DIRECT) else None
     parts = (transport, scenario.key, scenario.title, way, (1, 1), 64 * MIB, 64 * MIB // run_bytes, run_bytes)
     return Row(*parts, (seconds, 2 * seconds), stages, 0.0005)
 
@@ -227,3 +249,19 @@ def test_plot_of_one_point() -> None:
 def test_shapes() -> None:
     shape = Shape(tp=2, pp=3, cp=4)
     assert shape.world == 24 and shape.place(0) == (0, 0, 0) and shape.place(23) == (2, 1, 3)
+
+
+class _Liar:
+    """A worker whose target is never quite as it must be."""
+
+    def begin(self, command: str, *arguments: object) -> None:
+        pass
+
+    def answer(self) -> int:
+        return 7
+
+
+def test_a_wrong_byte_ends_the_benchmark() -> None:
+    stand = _Stand(EQUAL, "shm", [], [_Liar()], repeat=1)  # type: ignore[list-item]
+    with pytest.raises(EngineError, match="shm, equal TP, staged: 7 bytes are wrong"):
+        stand.repeated(STAGED, lambda: 0.001)

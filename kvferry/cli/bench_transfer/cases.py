@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.layout.document import Group, Instance, Pool, Worker
 from kvferry.layout.presets import attention_group, latent, modes_of, pack, pp_layers, regions_from, tp_heads
@@ -19,7 +21,7 @@ ITEM_BYTES = 2  # bfloat16
 SPARE_PAGES = 4
 """At the end of every pool: nothing may be written there."""
 WIRE_BYTES = 1 << 20
-CURVE_RUN_BYTES = (128, 512, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
+CURVE_RUN_BYTES = (128, 256, 512, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,7 @@ class Scenario:
         """The pages of the request, in order, the same on every worker of a side."""
         count = self._pages_needed(side)
         stretch = min(self.stretch, count)
-        seed = 1 if side == "source" else 2
-        order = np.random.default_rng(seed).permutation(-(-count // stretch))
+        order = apart(-(-count // stretch), 0.38 if side == "source" else 0.62)
         pages = order[:, None] * stretch + np.arange(stretch)
         listed: list[int] = pages.ravel()[:count].tolist()
         return listed
@@ -159,7 +160,25 @@ CASES = (WIRE.key, *(scenario.key for scenario in TABLE), CURVE)
 
 
 def of_run_length(run_bytes: int) -> Scenario:
-    """One worker on each side, NHD → HND, so that every run has exactly `run_bytes` bytes."""
-    pages = 16 if run_bytes < 64 << 10 else 2
-    shapes = (Shape(page_tokens=pages), Shape(page_tokens=pages, layout="hnd"))
-    return Scenario(CURVE, f"runs of {run_bytes} B", *shapes, layers=2, heads=2, dim=run_bytes // ITEM_BYTES)
+    """One worker on each side, NHD on both; pages of `run_bytes` bytes that nowhere lie one after the other, so each is
+    a run."""
+    dim = min(128, run_bytes // ITEM_BYTES)
+    heads = min(8, run_bytes // ITEM_BYTES // dim)
+    shape = Shape(page_tokens=run_bytes // ITEM_BYTES // dim // heads)
+    return Scenario(CURVE, f"runs of {run_bytes} B", shape, shape, heads=heads, dim=dim, stretch=1)
+
+
+def longest_run(nbytes: int) -> int:
+    """Of the curve: every layer and part still has two of them."""
+    return nbytes // (of_run_length(WIRE_BYTES).layers * 2 * 2)
+
+
+def apart(count: int, share: float) -> npt.NDArray[np.int64]:
+    """0 … count − 1 in an order in which no number follows its predecessor, about `share` · count from one to the
+    next."""
+    numbers = np.arange(count)
+    if count < 5:
+        return numbers[::-1]
+    first = round(count * share)
+    step = next(step for step in range(first, first + count) if gcd(step, count) == 1 and step % count != 1)
+    return numbers * step % count

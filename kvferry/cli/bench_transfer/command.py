@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvferry.cli.bench_transfer.cases import CASES, CURVE, CURVE_RUN_BYTES
+from kvferry.cli.bench_transfer.cases import CASES, CURVE, CURVE_RUN_BYTES, longest_run
 from kvferry.cli.bench_transfer.crew import Crew
 from kvferry.cli.bench_transfer.measure import Order, measure
 from kvferry.cli.bench_transfer.plot import draw
@@ -75,13 +75,11 @@ def order_of(args: argparse.Namespace) -> Order:
             raise DocumentError("--case", f"expected some of {', '.join(CASES)}, got {case!r}")
     if args.plot and CURVE not in cases:
         cases = (*cases, CURVE)
-    return Order(
-        _transports(args.transport),
-        cases,
-        _bytes(args.bytes) if args.bytes else QUICK_BYTES if args.quick else BYTES,
-        _repeat(args.repeat) if args.repeat else QUICK_REPEAT if args.quick else REPEAT,
-        QUICK_RUN_BYTES if args.quick else CURVE_RUN_BYTES,
-    )
+    nbytes = _bytes(args.bytes) if args.bytes else QUICK_BYTES if args.quick else BYTES
+    repeat = _repeat(args.repeat) if args.repeat else QUICK_REPEAT if args.quick else REPEAT
+    run_bytes = QUICK_RUN_BYTES if args.quick else CURVE_RUN_BYTES
+    possible = tuple(length for length in run_bytes if length <= longest_run(nbytes))
+    return Order(_transports(args.transport), cases, nbytes, repeat, possible)
 
 
 def _transports(text: str) -> tuple[str, ...]:

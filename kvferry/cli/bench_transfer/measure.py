@@ -228,8 +228,6 @@ def _by_kvferry(stand: _Stand, registry: str, way: str, lengths: U64) -> Row:
     with _endpoints(stand, registry, way) as name:
         samples = stand.repeated(way, lambda: _transfer(stand, name))
         control = min(_transfer(stand, name, empty=True) for _ in range(1 + stand.repeat))
-    if way == DIRECT:
-        return stand.row(way, lengths, samples, None, control)
     return stand.row(way, lengths, samples, _stages(stand), control)
 
 

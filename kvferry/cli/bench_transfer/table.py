@@ -140,5 +140,7 @@ def _where(rows: Rows, row: Row) -> str:
         steps = {"bind": stages.bind_s, "gather": stages.gather_s, **steps, "scatter": stages.scatter_s}
     if row.transport == "shm":
         del steps["wire"]  # the gather writes into the target's slot
+    if row.way == DIRECT:
+        del steps["gather"], steps["scatter"]
     parts = " + ".join(f"{name} {seconds * 1e3:.1f}" for name, seconds in steps.items())
     return f"each step alone, one after the other: {parts} = {sum(steps.values()) * 1e3:.1f} ms"
