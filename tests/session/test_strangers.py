@@ -144,40 +144,48 @@ def replace_peer(peer: Peer, **change: int) -> Peer:
 
 
 def test_f68_grants_and_reports_are_good_once_and_for_their_peer_only() -> None:
-    """Between allowed members: replayed, of another peer, of another transfer."""
+    """Between allowed members, while the transfers run and when they have ended."""
     sim = Sim(random.Random(0), {"p": Shape(), "d": Shape(), "e": Shape()})
-    for peer, call in sim.start("a", "p", "d"):
-        sim.event(peer, call)
-    for peer, call in sim.start("b", "p", "e"):
-        sim.event(peer, call)
-    replies: list[tuple[Peer, Peer, Any]] = []
+    (source,), (d,), (e,) = (sim.peers(name) for name in "pde")
+    said: list[tuple[Peer, Peer, Any]] = []
     honest = sim.act
 
     def act(peer: Peer, actions: list[Any]) -> None:
-        replies.extend((peer, a.peer, a.body) for a in actions if isinstance(getattr(a, "body", None), Body))
+        said.extend((peer, a.peer, a.body) for a in actions if isinstance(getattr(a, "body", None), Body))
         honest(peer, actions)
 
-    sim.act = act  # type: ignore[method-assign]
-    sim.settle()
-    assert [ended.error for _, ended, _ in sim.ended] == [None] * 4
-    (source,), (d,), (e,) = (sim.peers(name) for name in "pde")
-    grants = [(to, body) for sender, to, body in replies if isinstance(body, Grants) and sender == d]
-    reports = [body for sender, to, body in replies if isinstance(body, ChunkDone) and to == d]
-    assert grants and reports
-    scattered = {key: list(done) for key, done in sim.scattered.items()}
+    def of(kind: type[Body], sender: Peer, to: Peer) -> list[Any]:
+        return [body for one, other, body in said if isinstance(body, kind) and (one, other) == (sender, to)]
 
     def refused(by: Peer, sender: Peer, body: Any) -> bool:
         before = sim.machines[by].stats()["refused_messages"]
         actions = sim.machines[by].handle(Received(sender, by, body), sim.now)
-        assert not [a for a in actions if type(a).__name__ in ("Write", "Scatter", "Ended")]
-        return sim.machines[by].stats()["refused_messages"] > before
+        return sim.machines[by].stats()["refused_messages"] == before + 1 and not [
+            a for a in actions if type(a).__name__ in ("Write", "Scatter", "Ended")
+        ]
 
-    assert refused(source, d, grants[0][1]), "a replayed grant writes nothing"
-    assert refused(source, e, grants[0][1]), "a grant by another target"
-    assert refused(d, source, reports[0]), "a replayed report"
-    assert refused(d, e, reports[0]), "a report by somebody who was never granted anything"
-    assert refused(e, source, msgspec.structs.replace(reports[0], transfer="b")), "a grant of another target's slot"
-    assert sim.scattered == scattered
+    sim.act = act  # type: ignore[method-assign]
+    for peer, call in [*sim.start("a", "p", "d"), *sim.start("b", "p", "e")]:
+        sim.event(peer, call)
+    while not (of(Grants, d, source) and of(Grants, e, source)):
+        assert sim.step()
+    (fresh, *_), (theirs, *_) = of(Grants, d, source), of(Grants, e, source)
+    assert refused(source, e, msgspec.structs.replace(theirs, transfer="a")), "a grant by a target of another transfer"
+    while not (living := sim.machines[e].targets.running["b"].flows[source].granted):
+        assert sim.step()
+    piece, lease = next(iter(living.items()))
+    lie = ChunkDone("b", 1, piece, fresh.grants[0].grant, lease.nbytes)
+    assert refused(e, source, lie), "a report with the grant of another target's slot"
+    while not of(ChunkDone, source, d):
+        assert sim.step()
+    (report, *_) = of(ChunkDone, source, d)
+    for _ in ("running", "ended"):
+        assert refused(source, d, fresh), "a replayed grant writes nothing"
+        assert refused(d, e, report), "a report by somebody who was never granted anything"
+        sim.settle()
+        assert refused(d, source, report), "a replayed report"
+    assert [ended.error for _, ended, _ in sim.ended] == [None] * 4
+    assert all(len(done) == len(set(done)) for done in sim.scattered.values())
 
 
 def test_a_transfer_id_alone_gives_nothing(keyed: str) -> None:
