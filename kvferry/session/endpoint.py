@@ -65,7 +65,7 @@ from kvferry.session.events import (
     Watch,
     Write,
 )
-from kvferry.session.keys import HOW, Access, Keys, access
+from kvferry.session.keys import HOST_VARIABLE, HOW, Access, Keys, access
 from kvferry.session.lines import Lines
 from kvferry.session.machine import Machine
 from kvferry.session.messages import GRANT_BYTES, Card, Peer, Role, decode, encode
@@ -75,7 +75,7 @@ from kvferry.session.shell import LOG, JobThreads, Rendezvous, open_death_watch,
 from kvferry.session.writing import Gathers, Writer
 from kvferry.transport.base import Memory, open_transport
 from kvferry.transport.costs import known_costs
-from kvferry.transport.hosts import is_loopback
+from kvferry.transport.hosts import is_loopback, machine_address
 from kvferry.transport.staging import Staging
 
 Gather = Literal["auto", "always", "never"]
@@ -165,6 +165,10 @@ class Endpoint:
     ) -> None:
         at = access(host, keys)
         home = _registry(registry, at)
+        if is_loopback(at.host) and machine_address(home.host) and not is_loopback(home.host):
+            raise DocumentError(
+                "host", f"{at.host} is out of reach for users of registry {registry}; set {HOST_VARIABLE}"
+            )
         check_instance(instance)
         if not 0 <= rank < world or all(worker.rank != rank for worker in instance.workers):
             raise DocumentError("rank", f"expected a worker of {instance.instance!r} below world {world}, got {rank}")

@@ -96,8 +96,9 @@ class Rendezvous:
                 self.problem = ""
                 wait_s = self._ttl_s / 3
             except RegistryError as error:
+                if str(error) != self.problem:  # said once, not twice a second
+                    LOG.warning("not registered: %s", error)
                 self.problem = str(error)
-                LOG.warning("not registered: %s", error)
                 wait_s = min(0.5, self._ttl_s / 3)
             with self._wake:
                 self._wake.wait_for(lambda: self._closed, wait_s)

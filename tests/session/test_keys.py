@@ -171,6 +171,12 @@ def test_f69_a_registry_elsewhere_needs_keys() -> None:
         endpoint("p", "http://192.0.2.1:7700", None)
 
 
+def test_f60_an_endpoint_that_users_of_its_registry_cannot_reach_does_not_start() -> None:
+    (keys,) = deployment("one")
+    with pytest.raises(DocumentError, match=r"host: 127.0.0.1 is out of reach for users of registry .*KVFERRY_HOST"):
+        endpoint("p", "http://192.0.2.1:7700", keys)
+
+
 # addresses
 
 
