@@ -89,11 +89,11 @@ def test_nixl_takes_the_same_pointer_again_with_a_larger_size() -> None:
     """Both registrations live; the metadata of the second one reaches all of it."""
     memory = np.zeros(8192, np.uint8)
     owner, other = Agent(), Agent()
-    owner.register([memory[:4096]])
-    owner.register([memory])
+    owner.register(memory[:4096])
+    owner.register(memory)
     name = other.call("add", lambda a: a.add_remote_agent(owner.export([memory])))
     source = np.full(4096, 7, np.uint8)
-    other.register([source])
+    other.register(source)
     here = np.array([[source.ctypes.data, 4096, 0]], np.uint64)
     there = np.array([[memory.ctypes.data + 4096, 4096, 0]], np.uint64)
 
