@@ -8,6 +8,7 @@ import http.client
 import json
 import os
 import random
+import re
 import socket
 import socketserver
 import threading
@@ -122,7 +123,7 @@ def test_f67_who_came_first_under_a_name_with_another_key_is_not_who_the_registr
         with raw_line(target, THREE) as line:
             line.send(says(target, source._me, Hello(lie)))
             until(lambda: target.stats()["peers"] == 1)
-        with pytest.raises(TransferRefused, match=f"the registry names the public key '{ONE.public[:4]}"):
+        with pytest.raises(TransferRefused, match=f"the registry names the public key '{re.escape(ONE.public)}'"):
             target.connect("p", timeout_s=WANTED_S)
 
 
@@ -403,7 +404,7 @@ def test_each_side_with_a_registry_of_its_own(with_keys: str) -> None:
 
 def test_a_source_whose_key_is_not_allowed_is_refused_at_once(keyed: str) -> None:
     with endpoint("p", keyed, ONE), endpoint("d", keyed, only_itself(TWO)) as target:
-        with pytest.raises(TransferRefused, match=f"the peer's public key {ONE.public[:3]}.* is not allowed here"):
+        with pytest.raises(TransferRefused, match=f"the peer's public key {re.escape(ONE.public)} is not allowed here"):
             target.connect("p", timeout_s=WANTED_S)
 
 
