@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +26,9 @@ Answer = Callable[[Callable[[], Written], Callable[[KVFerryError], WriteFailed]]
 Gathers = Callable[[str, int, int], bool]
 """(way, runs, bytes) → whether to gather them into one write rather than post each run as it lies."""
 THREADS = 2
+GATHERING = threading.Semaphore(max(1, (os.cpu_count() or 1) // 2))
+"""Pieces that are bound and gathered at once in this process, for all peers: more would only wait for each other, and
+for the copies of the transport."""
 
 
 class Writer:
@@ -67,7 +71,8 @@ class Writer:
             raise TransportError("the transfer ended before this write began")
         for fence in job.fences:
             fence()
-        copies = dense_copies(self._worker, self._instance.group(job.chunk.box.group), job.chunk, job.tables)
+        with GATHERING:
+            copies = dense_copies(self._worker, self._instance.group(job.chunk.box.group), job.chunk, job.tables)
         if copies.total_bytes != job.nbytes:
             raise PlanError(f"piece {job.piece} has {copies.total_bytes} bytes here, {job.nbytes} were granted")
         link = self._connect(job.export)
@@ -75,7 +80,8 @@ class Writer:
 
         def gather(out: Bytes) -> None:
             nonlocal digests
-            self._memory.gather(copies, out)
+            with GATHERING:
+                self._memory.gather(copies, out)
             if job.digest is not None:
                 digests = self._digests(job, out, job.digest)
 

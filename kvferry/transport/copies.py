@@ -51,6 +51,8 @@ def _copy_equal(target: Bytes, to: Index, source: Bytes, out_of: Index, nbytes: 
         for at, start in zip(to.tolist(), out_of.tolist()):
             target[at : at + nbytes] = source[start : start + nbytes]
         return
+    if _adjacent(to, nbytes) and (out_of % nbytes == out_of[0] % nbytes).all():
+        return _take(target, to, source, out_of, nbytes)
     step = max(1, min(BLOCK_RUNS, BLOCK_BYTES // nbytes))
     for first in range(0, len(to), step):
         block = slice(first, first + step)
@@ -59,11 +61,30 @@ def _copy_equal(target: Bytes, to: Index, source: Bytes, out_of: Index, nbytes: 
         target_items[target_index] = source_items[source_index]
 
 
+def _take(target: Bytes, to: Index, source: Bytes, out_of: Index, nbytes: int) -> None:
+    """The common gather: into one piece of memory, from whole items of the source. `np.take` then needs no copy in
+    between, which the indexing of windows does.
+    """
+    void = np.dtype((np.void, nbytes))
+    shift = int(out_of[0]) % nbytes
+    items = source[shift : shift + (source.size - shift) // nbytes * nbytes].view(void)
+    first = int(to[0])
+    out = target[first : first + len(to) * nbytes].view(void)
+    np.take(items, (out_of - shift) // nbytes, out=out, mode="clip")  # "raise" would copy; offsets were checked
+
+
+def _adjacent(offsets: Index, nbytes: int) -> bool:
+    """Whether the runs lie one after another."""
+    return int(offsets[-1]) == int(offsets[0]) + (len(offsets) - 1) * nbytes and bool(
+        (np.diff(offsets) == nbytes).all()
+    )
+
+
 def _items(buffer: Bytes, offsets: Index, nbytes: int) -> tuple[npt.NDArray[np.void], Index | slice]:
     """The runs as items of a view, and the index that selects them: all of it where they lie one after another."""
     void = np.dtype((np.void, nbytes))
     first, count = int(offsets[0]), len(offsets)
-    if int(offsets[-1]) == first + (count - 1) * nbytes and (np.diff(offsets) == nbytes).all():
+    if _adjacent(offsets, nbytes):
         return buffer[first : first + count * nbytes].view(void), slice(None)
     windows: npt.NDArray[np.void] = np.ndarray((buffer.size - nbytes + 1,), void, buffer, 0, (1,))
     return windows, offsets
