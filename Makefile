@@ -34,7 +34,7 @@ test-engines: test-vllm test-sglang
 
 # the demo's model through every pair of settings that the project promises
 test-demo: $(READY)
-	$(BIN)/python -m pytest -m slow tests/cli tests/engines
+	$(BIN)/python -m pytest -m "slow and not vllm and not sglang" tests/cli tests/engines
 
 # everything else that is marked slow
 test-long: $(READY)

@@ -120,7 +120,8 @@ def run(args: argparse.Namespace) -> int:
 def run_demo(args: argparse.Namespace, progress: Progress) -> Summary:
     started = time.monotonic()
     progress.say("loading the tokeniser")
-    from kvferry.engines.transformers.model import check_parallel, fetch_model, model_name
+    from kvferry.engines.transformers.model import check_parallel, fetch_model
+    from kvferry.engines.weights import model_name
 
     folder = fetch_model(args.model, lambda: progress.say("converting the model, only this first time: about 20 s"))
     for tp in (args.prefill_tp, args.decode_tp):

@@ -12,7 +12,7 @@ from kvferry import __version__
 from kvferry.errors import KVFerryError
 
 COMMANDS = {
-    "bench": "measure what planning costs",
+    "bench": "measure what planning and moving cost",
     "demo": "move a real model's KV cache between processes and compare the decoded text with a plain run",
     "keys": "make the keys by which the members of a deployment know each other",
     "layout": "write the instance document of a model and an engine, from the model's config.json",

@@ -1,6 +1,7 @@
 """What moving costs, per way: enough to choose between gathering runs into one write and posting each as it lies.
 
-`DEFAULTS` were measured by `kvferry bench costs`; `kvferry bench costs --save` measures this machine once and for all.
+`DEFAULTS` were measured on a machine with 2 cores and no accelerator. `kvferry bench transfer --save-costs` measures
+this one, once and for all.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ MOVES = {"process_vm", "nixl"}
 """Ways that can post runs as they lie, and land them in pages."""
 DEFAULTS = Costs(
     "kvferry-costs/1",
-    Cost(30e-9, 0.15e-9),
+    Cost(73e-9, 0.095e-9),
     {
-        "shm": Cost(0.0, 0.15e-9),
-        "process_vm": Cost(0.6e-6, 0.2e-9),
-        "nixl": Cost(2.5e-6, 0.2e-9),
-        "tcp": Cost(1.5e-6, 0.6e-9),
+        "shm": Cost(0.0, 0.12e-9),
+        "process_vm": Cost(0.57e-6, 0.21e-9),
+        "nixl": Cost(2.3e-6, 0.2e-9),
+        "tcp": Cost(0.23e-6, 0.31e-9),
     },
 )
 

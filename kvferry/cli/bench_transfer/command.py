@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.cli.bench_transfer.cases import CASES, CURVE, CURVE_RUN_BYTES, longest_run
+from kvferry.cli.bench_transfer.costs import costs_of, save
 from kvferry.cli.bench_transfer.crew import Crew
 from kvferry.cli.bench_transfer.measure import Order, measure
 from kvferry.cli.bench_transfer.plot import draw
 from kvferry.cli.bench_transfer.table import as_json, as_text
 from kvferry.cli.progress import Progress
 from kvferry.errors import DocumentError, TransportUnavailable
+from kvferry.transport.costs import costs_file
 
 TRANSPORTS = ("shm", "process_vm", "tcp", "nixl")
 ALL = "all"
@@ -43,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="1 MiB once: whether it works, not how fast it is")
     parser.add_argument("--json", action="store_true", help="print a JSON document")
     parser.add_argument("--plot", metavar="FILE.svg", help=f"draw GB/s over run lengths (case {CURVE})")
+    parser.add_argument(
+        "--save-costs",
+        action="store_true",
+        help="keep the costs per run and byte: endpoints and `kvferry plan` then use them to choose what to gather",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     if args.transport != ALL and outcome.left_out:
         transport, why = next(iter(outcome.left_out.items()))
         raise TransportUnavailable(f"--transport {transport}: {why}")
+    if args.save_costs:
+        save(costs_of(outcome.rows), costs_file())
     if plot is not None:
         plot.write_text(draw(outcome.rows, f"{order.bytes // MIB} MiB between two processes"), encoding="utf-8")
     print(json.dumps(as_json(outcome, context), indent=1) if args.json else as_text(outcome, _footer(order, context)))

@@ -94,8 +94,9 @@ class Worker:
         _set_up_torch(start)
 
         from kvferry.engines.transformers.cache import CacheShape, PagePool
-        from kvferry.engines.transformers.model import load_model, model_name, stop_tokens
+        from kvferry.engines.transformers.model import load_model, stop_tokens
         from kvferry.engines.transformers.probe import check_layout
+        from kvferry.engines.weights import model_name
         from kvferry.layout.document import Instance
         from kvferry.session import Endpoint
         from kvferry.transport.memory import HostMemory, map_array

@@ -16,13 +16,13 @@ import vllm
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvferry.engines.dump import write_dump
-from kvferry.engines.transformers.model import model_name
 from kvferry.engines.vllm.layers import cached_layers
 from kvferry.engines.vllm.layout import merge_groups, read_groups, read_worker
 from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.probe import probe
 from kvferry.engines.vllm.scheduler import block_tables
 from kvferry.engines.vllm.worker import WorkerSide, open_endpoint
+from kvferry.engines.weights import model_name
 from kvferry.errors import EngineError
 from kvferry.layout.document import Instance
 from kvferry.layout.presets import tp_heads

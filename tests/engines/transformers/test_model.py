@@ -9,6 +9,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from kvferry.engines.transformers import model
+from kvferry.engines.weights import model_name
 from kvferry.errors import EngineError, MissingExtra
 
 
@@ -62,12 +63,12 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, monkeypatch: p
 def test_same_weights_same_name(tiny_model: Path, tmp_path: Path) -> None:
     copy = tmp_path / tiny_model.name
     shutil.copytree(tiny_model, copy)
-    assert model.model_name(copy) == model.model_name(tiny_model)
+    assert model_name(copy) == model_name(tiny_model)
     weights = copy / "model.safetensors"
     changed = bytearray(weights.read_bytes())
     changed[-1] ^= 1
     weights.write_bytes(changed)
-    assert model.model_name(copy) != model.model_name(tiny_model)
+    assert model_name(copy) != model_name(tiny_model)
 
 
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
