@@ -13,6 +13,7 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class Agent:
         api = need_nixl()
         self.name = f"kvferry-{secrets.token_hex(8)}"
         self._lock = threading.Lock()
+        self._leftovers: deque[Callable[[Any], object]] = deque()
         with _networks(loopback):
             config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
             self._agent: Any = api.nixl_agent(self.name, config)
@@ -69,17 +71,24 @@ class Agent:
         with self._lock:
             if self._agent is None:
                 raise TransportError(f"nixl: {what}: the agent is closed")
+            self._tidy()
             try:
                 return use(self._agent)
             except Exception as error:  # NIXL's errors have no common base
                 raise TransportError(f"nixl: {what}: {type(error).__name__}: {error}") from None
 
-    def forget(self, what: str, use: Callable[[Any], T]) -> None:
-        """As `call`, for giving something back; where the agent is gone, so is that."""
-        try:
-            self.call(what, use)
-        except TransportError as error:
-            LOG.debug("%s", error)
+    def later(self, use: Callable[[Any], object]) -> None:
+        """For giving something back, with the next call, whoever makes it: this one need not wait for its turn. Where
+        the agent is gone by then, so is that.
+        """
+        self._leftovers.append(use)
+
+    def _tidy(self) -> None:
+        while self._leftovers:
+            try:
+                self._leftovers.popleft()(self._agent)
+            except Exception as error:
+                LOG.debug("nixl: giving back: %s: %s", type(error).__name__, error)
 
     def register(self, memory: Bytes) -> Any:
         return self.call("register memory", lambda a: a.register_memory(_registration(a, memory)))
@@ -217,7 +226,7 @@ class NixlPeer:
             beside = self._card.address.plus(PROBE_OFFSET)
             self._post("WRITE", *_one(data[len(MAGIC) :], beside), CONNECT_S, deadline_s)
         finally:
-            self._agent.forget("deregister memory", lambda agent: agent.deregister_memory(registered))
+            self._agent.later(_Deregister(registered, data))
 
     def _post(
         self,
@@ -246,7 +255,7 @@ class NixlPeer:
         try:
             self._finish(handle, state, what, timeout_s, deadline_s)
         finally:
-            self._agent.forget("release", lambda agent: agent.release_xfer_handle(handle))
+            self._agent.later(lambda agent: agent.release_xfer_handle(handle))
 
     def _finish(self, handle: Any, state: str, what: str, timeout_s: float, deadline_s: float) -> None:
         """Wait for the end, also of a write that is late: until then it may still touch the target."""
@@ -261,6 +270,17 @@ class NixlPeer:
             raise TransportError(f"nixl: {what}: ended as {state}")
         if late:
             raise TransportError(f"nixl: {what}: not done within {timeout_s:g} s")
+
+
+@dataclass(frozen=True)
+class _Deregister:
+    """Keeps the memory alive until it is done."""
+
+    registered: Any
+    memory: Bytes
+
+    def __call__(self, agent: Any) -> None:
+        agent.deregister_memory(self.registered)
 
 
 class RegisteredOutbox(Outbox):
@@ -278,7 +298,7 @@ class RegisteredOutbox(Outbox):
 
     def _drop(self, buffer: Bytes) -> None:
         registered = self._registered.pop(Place.of(buffer).address.value)
-        self._agent.forget("deregister memory", lambda agent: agent.deregister_memory(registered))
+        self._agent.later(_Deregister(registered, buffer))
 
 
 @dataclass(frozen=True)
