@@ -108,6 +108,7 @@ class Agent:
         if not self._lock.acquire(timeout=CLOSE_S):
             LOG.warning("nixl: agent %s hangs in a call and can't be closed", self.name)
             return
+        self._tidy()  # what is left holds on to the agent
         self._agent = None
         self._lock.release()
 
