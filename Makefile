@@ -8,7 +8,7 @@ NIXL_READY := $(VENV)/.nixl-ready
 DOCS_READY := $(DOCS_VENV)/.ready
 PIP_INSTALL := -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test test-transports test-vllm test-sglang test-engines test-demo test-long lint docs clean
+.PHONY: demo test test-transports test-vllm test-sglang test-engines test-engines-nixl test-demo test-long lint docs clean
 
 demo: $(READY)
 	$(BIN)/kvferry demo
@@ -31,6 +31,14 @@ test-sglang:
 	.venv-sglang/bin/python -m pytest -rs -m sglang tests/engines/sglang
 
 test-engines: test-vllm test-sglang
+
+# what makes the tokens of both engines equal a plain server's, once more over NIXL
+test-engines-nixl: export KVFERRY_TRANSPORT = nixl
+test-engines-nixl:
+	sh scripts/setup_vllm.sh .venv-vllm
+	.venv-vllm/bin/python -m pytest -rs -m vllm tests/engines/vllm/test_servers.py -k plain_server
+	sh scripts/setup_sglang.sh .venv-sglang
+	.venv-sglang/bin/python -m pytest -rs -m sglang tests/engines/sglang/test_servers.py -k plain_server
 
 # the demo's model through every pair of settings that the project promises
 test-demo: $(READY)

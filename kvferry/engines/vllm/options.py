@@ -20,7 +20,7 @@ class Options(Struct, frozen=True):
     """The connector's own settings; each has a default that suits one machine."""
 
     registry: str = ""
-    """URL of a registry that several instances share; without one, each instance runs its own on loopback."""
+    """URL of a registry that several instances share; without one, each instance runs its own."""
     transport: str = "auto"
     slots: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 8
     slot_bytes: Annotated[int, msgspec.Meta(ge=4096, le=1 << 32)] = 4 << 20

@@ -187,6 +187,8 @@ def disaggregated(source: Server, target: Server, prompt: list[int] | str, token
 
 
 def connector(role: str, name: str = "KVFerryConnector", policy: str = "fail", **extra: Any) -> dict[str, Any]:
+    if "KVFERRY_TRANSPORT" in os.environ:  # as SGLang's connector reads it: the whole suite over another transport
+        extra["transport"] = os.environ["KVFERRY_TRANSPORT"]
     module = "kvferry.engines.vllm" if name == "KVFerryConnector" else "tests.engines.vllm.damaged"
     return {
         "kv_connector": name,
