@@ -1,7 +1,6 @@
 """The endpoint of one worker: the thin shell of sockets and threads around the session's state machine.
 
-One control thread owns the sockets and the machine. Bytes move on other threads, one per peer that we write to, so a
-slow peer delays nobody; scattering and planning have a thread each.
+One control thread owns the sockets and the machine. What takes time is done by `Jobs`, on other threads.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
-from typing import Literal, Union
+from typing import Literal
 
 import zmq
 
@@ -24,7 +23,6 @@ from kvferry.errors import (
     KeysError,
     KVFerryError,
     TransferAborted,
-    TransferError,
     TransferRefused,
     TransferTimeout,
     Where,
@@ -48,31 +46,28 @@ from kvferry.session.events import (
     Note,
     Open,
     Prepare,
-    PrepareFailed,
     ReceiveCall,
     Received,
     Released,
     Report,
     Revoke,
     Scatter,
-    Scattered,
-    ScatterFailed,
     Send,
     SendCall,
-    Verified,
     Verify,
-    VerifyFailed,
     Watch,
     Write,
 )
+from kvferry.session.jobs import Jobs
 from kvferry.session.keys import HOST_VARIABLE, HOW, Access, Keys, access
 from kvferry.session.lines import Lines
 from kvferry.session.machine import Machine
 from kvferry.session.messages import GRANT_BYTES, Card, Peer, Role, decode, encode
-from kvferry.session.prepare import Preparer, owned_digests
+from kvferry.session.prepare import Preparer
 from kvferry.session.registry import Entry, Registry
-from kvferry.session.shell import LOG, JobThreads, Rendezvous, open_death_watch, this_process
-from kvferry.session.writing import Gathers, Writer
+from kvferry.session.shell import LOG, Rendezvous, open_death_watch, this_process
+from kvferry.session.transfer import Transfer
+from kvferry.session.writing import Gathers
 from kvferry.transport.base import Memory, open_transport
 from kvferry.transport.costs import known_costs
 from kvferry.transport.hosts import is_loopback, machine_address
@@ -92,39 +87,6 @@ CLOSE_S = 2.0
 MESSAGES_PER_ROUND = 256
 _IN_DOUBT: list[Staging] = []
 """Landing memory of closed endpoints that a peer may still write: kept mapped as long as this process lives."""
-
-
-class Transfer:
-    """One side of one transfer, as its caller sees it."""
-
-    def __init__(self, role: Role, transfer: str, timeout_s: float) -> None:
-        self.id = transfer
-        self.role = role
-        self.hidden = False
-        self.state: Literal["running", "done", "failed"] = "running"
-        self.error: TransferError | None = None
-        self.report: Report | None = None
-        self.started_s = time.monotonic()
-        self.deadline_s = self.started_s + timeout_s
-        self._ended = threading.Event()
-        self._pages_free = threading.Event()
-
-    @property
-    def pages_free(self) -> bool:
-        """Whether its pages may be used for something else. With landing="pages" a failed transfer may hold them longer
-        than it runs, until it is certain that no peer writes there; otherwise they are free when it has ended.
-        """
-        return self._pages_free.is_set()
-
-    def __repr__(self) -> str:
-        return f"<Transfer {self.id!r} {self.role} {self.state}>"
-
-    def _end(self, report: Report | None, error: TransferError | None, pages_held: bool = False) -> None:
-        self.report, self.error = report, error
-        self.state = "failed" if error else "done"
-        if not pages_held:
-            self._pages_free.set()
-        self._ended.set()
 
 
 class Endpoint:
@@ -176,7 +138,6 @@ class Endpoint:
             raise DocumentError("slots", f"slots and slot_bytes must be ≥ 1, got {slots} × {slot_bytes}")
         _one_of("gather", gather, GATHER)
         _one_of("landing", landing, LANDING)
-        self._gathers = GATHER[gather]
         self._worker = instance.worker(rank)
         own = Instance(instance.format, instance.instance, instance.model, instance.groups, (self._worker,))
         self._instance, self._memory = own, memory
@@ -191,7 +152,12 @@ class Endpoint:
             self._staging.close()
             raise
         self._poller = zmq.Poller()
-        self._lines = Lines(at, self._poller)
+        try:
+            self._lines = Lines(at, self._poller)
+        except KVFerryError:
+            self._transport.close()
+            self._staging.close()
+            raise
         address, key = self._lines.address, at.keys.public if at.keys else ""
         card = Card(address, world, own, self._transport.export(), this_process(), key)
         allowed = at.keys.allowed if at.keys else frozenset()
@@ -209,10 +175,9 @@ class Endpoint:
         self._transfers: dict[tuple[Role, str], Transfer] = {}
         self._finished: list[Transfer] = []
         self._held: dict[str, Transfer] = {}  # failed, and a peer may still write into their pages
-        self._writers: dict[Peer, Writer] = {}
-        self._cancelled: dict[str, threading.Event] = {}
         self._preparer = Preparer(rank, slot_bytes, memory if landing == "pages" else None)
-        self._planner, self._lander = JobThreads("planner"), JobThreads("lander")
+        parts = (own, self._worker, memory, self._transport, self._staging, self._preparer)
+        self._jobs = Jobs(*parts, GATHER[gather], self._post)
         self._closed = self._closing = False
         entry = Entry(instance.instance, self._me.generation, rank, world, address, key)
         self._at = at
@@ -320,8 +285,7 @@ class Endpoint:
 
     def links(self) -> dict[str, str]:
         """By peer that we have written to: which transport moves the bytes, and why that one."""
-        links = [(peer, writer.link) for peer, writer in list(self._writers.items())]
-        return {str(peer): f"{link.name}: {link.reason}" for peer, link in links if link is not None}
+        return self._jobs.links()
 
     def close(self) -> None:
         """Abort what runs, tell the peers, and give everything back."""
@@ -332,12 +296,9 @@ class Endpoint:
         self._rendezvous.close()
         self._post(None)
         self._thread.join()
-        for threads in (self._planner, self._lander):
-            threads.end()
-        stopped = [threads.join(CLOSE_S) for threads in (self._planner, self._lander)]
-        stopped += [writer.close(CLOSE_S) for writer in self._writers.values()]
+        stopped = self._jobs.close(CLOSE_S)
         self._transport.close()
-        if all(stopped) and not self._machine.stats()["slots_quarantined"]:
+        if stopped and not self._machine.stats()["slots_quarantined"]:
             self._staging.close()
         else:
             # these addresses must not be used for anything else while somebody may still write there
@@ -474,20 +435,8 @@ class Endpoint:
             self._transport.grant(action.grant, action.slot, action.nbytes)
         elif isinstance(action, Revoke):
             self._transport.revoke(action.grant)
-        elif isinstance(action, Scatter):
-            self._lander.put(lambda: self._scatter(action))
-        elif isinstance(action, Write):
-            cancelled = self._cancelled.setdefault(action.transfer, threading.Event())
-            if action.peer not in self._writers:
-                parts = (self._transport, self._instance, self._worker, self._memory, self._gathers, self._answer)
-                self._writers[action.peer] = Writer(action.peer, *parts)
-            self._writers[action.peer].put(action, cancelled)
-        elif isinstance(action, CancelWrites):
-            self._cancelled.setdefault(action.transfer, threading.Event()).set()
-        elif isinstance(action, Prepare):
-            self._planner.put(lambda: self._prepare(action))
-        elif isinstance(action, Verify):
-            self._lander.put(lambda: self._verify(action))
+        elif isinstance(action, (Prepare, Write, CancelWrites, Scatter, Verify)):
+            self._jobs.do(action)
         elif isinstance(action, Lookup):
             self._rendezvous.lookup(action.instance, action.until_s, action.registry)
         elif isinstance(action, Open):
@@ -528,13 +477,11 @@ class Endpoint:
         for descriptor in [fd for fd, watched in self._watches.items() if watched == peer]:
             self._unwatch(descriptor)
         self._lines.close(peer)
-        writer = self._writers.pop(peer, None)
-        if writer is not None:
-            writer.close(0.0)
+        self._jobs.forget_peer(peer)
 
     def _end(self, ended: Ended) -> None:
         if ended.role == "source":
-            self._cancelled.pop(ended.transfer, None)
+            self._jobs.forget_transfer(ended.transfer)
         with self._lock:
             transfer = self._transfers.pop((ended.role, ended.transfer))
             if not transfer.hidden:
@@ -546,38 +493,6 @@ class Endpoint:
             problem = f"{error.problem}; this worker is not registered: {self._rendezvous.problem}"
             error = TransferTimeout(error.where, problem)
         transfer._end(ended.report, error, ended.pages_held)
-
-    # on other threads
-
-    def _prepare(self, order: Prepare) -> None:
-        self._answer(lambda: self._preparer.prepare(order), lambda error: PrepareFailed(order.transfer, error))
-
-    def _verify(self, order: Verify) -> None:
-        def verify() -> Event:
-            gather = self._memory.gather
-            found = owned_digests(order, self._instance, self._worker, gather, self._staging.slot_bytes)
-            return Verified(order.transfer, found)
-
-        self._answer(verify, lambda error: VerifyFailed(order.transfer, error))
-
-    def _scatter(self, job: Scatter) -> None:
-        def scatter() -> Event:
-            self._memory.scatter(job.copies, self._staging.view(job.slot)[: job.nbytes])
-            return Scattered(job.transfer, job.peer, job.piece)
-
-        self._answer(scatter, lambda error: ScatterFailed(job.transfer, job.peer, job.piece, error))
-
-    def _answer(self, work: Callable[[], Event], failed: Callable[[KVFerryError], Event]) -> None:
-        """Every job is answered, whatever happens in it: a slot waits for the answer."""
-        event: Union[Event, None] = None
-        try:
-            event = work()
-        except KVFerryError as error:
-            event = failed(error)
-        except Exception as error:
-            LOG.exception("%s: unexpected error while moving bytes", self._me)
-            event = failed(KVFerryError(f"{type(error).__name__}: {error}"))
-        self._post(event)
 
 
 def _one_of(field: str, value: str, allowed: Iterable[str]) -> None:

@@ -17,7 +17,8 @@ import numpy as np
 
 from kvferry.layout.address import Address
 from kvferry.layout.request import Wanted
-from kvferry.session.endpoint import Endpoint, Transfer
+from kvferry.session.endpoint import Endpoint
+from kvferry.session.transfer import Transfer
 from kvferry.transport.memory import HostMemory, map_array, window
 from tests.session.pools import Shape, WorkerPool, instance, page_list, table
 

@@ -20,7 +20,8 @@ from kvferry.layout.request import Wanted
 from kvferry.plan.bind import Copies
 from kvferry.plan.dense import Chunk, DenseCopies, chunk_bytes, dense_copies, split
 from kvferry.plan.route import route
-from kvferry.session.endpoint import Endpoint, Transfer
+from kvferry.session.endpoint import Endpoint
+from kvferry.session.transfer import Transfer
 from kvferry.transport.base import Transport, open_transport
 from kvferry.transport.memory import HostMemory, map_array
 from kvferry.transport.staging import Staging

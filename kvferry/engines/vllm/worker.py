@@ -14,7 +14,8 @@ from kvferry.engines.vllm.scheduler import BlockTable
 from kvferry.errors import DocumentError, KVFerryError
 from kvferry.layout.document import Instance
 from kvferry.layout.request import Side, Table, Wanted
-from kvferry.session.endpoint import Endpoint, Transfer
+from kvferry.session.endpoint import Endpoint
+from kvferry.session.transfer import Transfer
 from kvferry.transport.memory import HostMemory
 
 LOG = logging.getLogger("vllm.kvferry")
