@@ -222,11 +222,27 @@ def test_a_lease_that_nobody_claims_ends_and_a_late_claim_is_refused(servers: di
 
 def test_a_client_that_leaves_during_the_load_frees_both_sides(servers: dict[str, Server], slow: Server) -> None:
     target, prompt = servers["decode"], prompts(41)[7]
-    params = prefill(slow, prompt)
-    with pytest.raises(TimeoutError):
-        target.complete(prompt, kv_transfer_params=params, timeout_s=1.0)
-    assert usage(target) > 0, "the load had ended before the client left"
+    loads = len(received(target))
+    body = {"kv_transfer_params": prefill(slow, prompt), "timeout_s": 3.0}
+    left: list[BaseException | None] = []
+
+    def ask() -> None:
+        try:
+            target.complete(prompt, **body)
+            left.append(None)
+        except TimeoutError as error:
+            left.append(error)
+
+    client = threading.Thread(target=ask)
+    client.start()
+    seen = 0.0
+    while client.is_alive():
+        seen = max(seen, usage(target))
+        time.sleep(0.1)
+    assert seen > 0, "no block was ever in use for the load"
+    assert isinstance(left[0], TimeoutError) and len(received(target)) == loads, "the load ended before the client left"
     idle(target, slow)
+    assert len(received(target)) == loads
     prompt = prompts(42)[3]
     assert tokens_of(disaggregated(servers["one"], target, prompt)) == tokens_of(servers["plain"].complete(prompt))
 
