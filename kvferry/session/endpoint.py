@@ -12,15 +12,14 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import partial
-from typing import Literal
 
 import zmq
 
 from kvferry.errors import (
     DocumentError,
     IncompatibleError,
-    KeysError,
     KVFerryError,
     TransferAborted,
     TransferRefused,
@@ -30,7 +29,7 @@ from kvferry.errors import (
 from kvferry.layout.address import Address
 from kvferry.layout.document import Instance
 from kvferry.layout.request import Side, Wanted
-from kvferry.layout.validate import check_instance
+from kvferry.session.choices import GATHER, Gather, Landing, check_landing, check_worker, own_registry, registry_at
 from kvferry.session.events import (
     AbortCall,
     Action,
@@ -59,28 +58,17 @@ from kvferry.session.events import (
     Write,
 )
 from kvferry.session.jobs import Jobs
-from kvferry.session.keys import HOST_VARIABLE, HOW, Access, Keys, access
+from kvferry.session.keys import Keys, access
 from kvferry.session.lines import Lines
 from kvferry.session.machine import Machine
 from kvferry.session.messages import GRANT_BYTES, Card, Peer, Role, decode, encode
 from kvferry.session.prepare import Preparer
-from kvferry.session.registry import Entry, Registry
+from kvferry.session.registry import Entry
 from kvferry.session.shell import LOG, Rendezvous, open_death_watch, this_process
 from kvferry.session.transfer import Transfer
-from kvferry.session.writing import Gathers
 from kvferry.transport.base import Memory, open_transport
-from kvferry.transport.costs import known_costs
-from kvferry.transport.hosts import is_loopback, machine_address
 from kvferry.transport.staging import Staging
 
-Gather = Literal["auto", "always", "never"]
-Landing = Literal["slots", "pages"]
-LANDING = ("slots", "pages")
-GATHER: dict[str, Gathers] = {
-    "auto": lambda way, runs, nbytes: known_costs().gathers(way, runs, nbytes),
-    "always": lambda way, runs, nbytes: True,
-    "never": lambda way, runs, nbytes: False,
-}
 DEATH_GRACE_S = 0.25
 """What a peer said, and wrote over UCX, just before its end is read before its end is acted on."""
 CLOSE_S = 2.0
@@ -126,38 +114,22 @@ class Endpoint:
         ttl_s: float = 10.0,
     ) -> None:
         at = access(host, keys)
-        home = _registry(registry, at)
-        if is_loopback(at.host) and machine_address(home.host) and not is_loopback(home.host):
-            raise DocumentError(
-                "host", f"{at.host} is out of reach for users of registry {registry}; set {HOST_VARIABLE}"
-            )
-        check_instance(instance)
-        if not 0 <= rank < world or all(worker.rank != rank for worker in instance.workers):
-            raise DocumentError("rank", f"expected a worker of {instance.instance!r} below world {world}, got {rank}")
-        if slots < 1 or slot_bytes < 1:
-            raise DocumentError("slots", f"slots and slot_bytes must be ≥ 1, got {slots} × {slot_bytes}")
-        _one_of("gather", gather, GATHER)
-        _one_of("landing", landing, LANDING)
+        home = own_registry(registry, at)
+        check_worker(instance, rank, world)
+        check_landing(slots, slot_bytes, gather, landing)
         self._worker = instance.worker(rank)
         own = Instance(instance.format, instance.instance, instance.model, instance.groups, (self._worker,))
         self._instance, self._memory = own, memory
         self._me = Peer(instance.instance, time.time_ns(), rank)
         self._staging = Staging(slots, slot_bytes, staging_base)
-        try:
-            pages_open = landing == "pages"
-            self._transport = open_transport(
-                transport, self._staging, at.host, pages=memory.spans, pages_open=pages_open
-            )
-        except KVFerryError:
-            self._staging.close()
-            raise
         self._poller = zmq.Poller()
-        try:
+        with ExitStack() as opened:  # what is open already is closed where the next can't be opened
+            opened.callback(self._staging.close)
+            where = (transport, self._staging, at.host)
+            self._transport = open_transport(*where, pages=memory.spans, pages_open=landing == "pages")
+            opened.callback(self._transport.close)
             self._lines = Lines(at, self._poller)
-        except KVFerryError:
-            self._transport.close()
-            self._staging.close()
-            raise
+            opened.pop_all()
         address, key = self._lines.address, at.keys.public if at.keys else ""
         card = Card(address, world, own, self._transport.export(), this_process(), key)
         allowed = at.keys.allowed if at.keys else frozenset()
@@ -326,7 +298,7 @@ class Endpoint:
         if not (0 < call.timeout_s <= 1e6):
             raise DocumentError("timeout_s", f"must be in (0, 1e6], got {call.timeout_s}")
         if isinstance(call, ReceiveCall) and call.registry:
-            _registry(call.registry, self._at)
+            registry_at(call.registry, self._at)
         transfer = Transfer(role, call.transfer, call.timeout_s)
         transfer.hidden = isinstance(call, ReceiveCall) and call.connect_only
         with self._lock:
@@ -493,16 +465,3 @@ class Endpoint:
             problem = f"{error.problem}; this worker is not registered: {self._rendezvous.problem}"
             error = TransferTimeout(error.where, problem)
         transfer._end(ended.report, error, ended.pages_held)
-
-
-def _one_of(field: str, value: str, allowed: Iterable[str]) -> None:
-    if value not in allowed:
-        raise DocumentError(field, f"must be one of {', '.join(allowed)}, got {value!r}")
-
-
-def _registry(url: str, at: Access) -> Registry:
-    """KeysError where strangers could be in its place."""
-    registry = Registry(url, keys=at.keys)  # RegistryError where it is no URL
-    if at.keys is None and not is_loopback(registry.host):
-        raise KeysError(f"registry {url}: only one on loopback can be used without keys; {HOW}")
-    return registry
