@@ -77,7 +77,10 @@ def registered(pointers: Iterable[int], lengths: Iterable[int], items: Iterable[
 
 
 def map_memory(address: Address, nbytes: int) -> MappedRegion:
-    """This process's own memory, which the engine keeps alive as long as it serves."""
+    """This process's own memory, which the engine keeps alive as long as it serves.
+
+    By its raw address, since metadata rows reach us as nothing else: SGLang lists pointers and lengths in KVArgs.
+    """
     return map_array(np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address.value)))
 
 
