@@ -62,7 +62,6 @@ class HostMemory:
             else:
                 merged.append(region)
         self._regions = merged
-        self._bases = Addresses([region.base for region in merged])
 
     def gather(self, copies: DenseCopies, out: Bytes) -> None:
         """Pages → dense chunk. AddressError, before anything is moved, where a run is outside memory or chunk."""
@@ -104,24 +103,40 @@ class HostMemory:
         raise AddressError(f"address {base} is in no mapped region")
 
     def _parts(self, copies: DenseCopies, chunk_bytes: int) -> list[_Part]:
-        addresses, lengths = copies.addresses, copies.lengths
-        if not len(lengths) == len(addresses) == len(copies.dense_offsets):
-            raise AddressError(
-                f"{len(addresses)} addresses, {len(copies.dense_offsets)} offsets, {len(lengths)} lengths"
-            )
-        dense = Addresses(copies.dense_offsets).offsets_in(Address(0), chunk_bytes, lengths, "chunk")
-        if not len(lengths):
-            return []
-        if not self._regions:
-            raise AddressError(f"no memory is mapped, {len(lengths)} runs were to be moved")
-        # an address below every region counts to the first one, which then refuses it
-        owner = np.maximum(np.searchsorted(self._bases.u64, addresses.u64, side="right"), 1) - 1
-        parts = []
-        for index, rows in _grouped(owner):
-            region = self._regions[index]
-            inside = addresses.take(rows).offsets_in(region.base, region.nbytes, lengths[rows], "memory")
-            parts.append(_Part(region, inside, dense[rows], lengths[rows]))
-        return parts
+        found = locate_runs([(region.base, region.nbytes) for region in self._regions], copies, chunk_bytes)
+        return [_Part(self._regions[at.region], at.offsets, at.dense_offsets, at.lengths) for at in found]
+
+
+@dataclass(frozen=True)
+class Located:
+    """The runs that lie in one of several regions: where they are in it and in the chunk."""
+
+    region: int
+    offsets: U64
+    dense_offsets: U64
+    lengths: U64
+
+
+def locate_runs(regions: Sequence[tuple[Address, int]], copies: DenseCopies, chunk_bytes: int) -> list[Located]:
+    """`regions`: (base, bytes) in rising order, none overlapping. AddressError where a run is outside all of them, or
+    outside the chunk.
+    """
+    addresses, lengths = copies.addresses, copies.lengths
+    if not len(lengths) == len(addresses) == len(copies.dense_offsets):
+        raise AddressError(f"{len(addresses)} addresses, {len(copies.dense_offsets)} offsets, {len(lengths)} lengths")
+    dense = Addresses(copies.dense_offsets).offsets_in(Address(0), chunk_bytes, lengths, "chunk")
+    if not len(lengths):
+        return []
+    if not regions:
+        raise AddressError(f"no memory is mapped, {len(lengths)} runs were to be moved")
+    bases = Addresses([base for base, _ in regions])
+    # an address below every region counts to the first one, which then refuses it
+    owner = np.maximum(np.searchsorted(bases.u64, addresses.u64, side="right"), 1) - 1
+    found = []
+    for index, rows in _grouped(owner):
+        inside = addresses.take(rows).offsets_in(*regions[index], lengths[rows], "memory")
+        found.append(Located(index, inside, dense[rows], lengths[rows]))
+    return found
 
 
 def _grouped(values: npt.NDArray[np.intp]) -> list[tuple[int, npt.NDArray[np.intp] | slice]]:

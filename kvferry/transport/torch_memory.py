@@ -21,6 +21,7 @@ import torch
 from kvferry.errors import AddressError, DocumentError, TransportError
 from kvferry.layout.address import U64, Address, Addresses, join
 from kvferry.transport.copies import Bytes, Index
+from kvferry.transport.memory import locate_runs
 from kvferry.transport.runs import Runs, joined
 from kvferry.transport.staging import HEADER_BYTES, KEY_BYTES, MAGIC, Slots
 
@@ -88,7 +89,6 @@ class TorchMemory:
             else:
                 merged.append(region)
         self._regions = merged
-        self._bases = Addresses([region.base for region in merged])
         self._order = order_on(self.device)
 
     def fence(self) -> Fence:
@@ -163,24 +163,8 @@ class TorchMemory:
         return chunk
 
     def _parts(self, copies: DenseCopies, chunk_bytes: int) -> list[_Part]:
-        addresses, lengths = copies.addresses, copies.lengths
-        if not len(lengths) == len(addresses) == len(copies.dense_offsets):
-            raise AddressError(
-                f"{len(addresses)} addresses, {len(copies.dense_offsets)} offsets, {len(lengths)} lengths"
-            )
-        dense = Addresses(copies.dense_offsets).offsets_in(Address(0), chunk_bytes, lengths, "chunk")
-        if not len(lengths):
-            return []
-        if not self._regions:
-            raise AddressError(f"no memory is mapped, {len(lengths)} runs were to be moved")
-        # an address below every region counts to the first one, which then refuses it
-        owner = np.maximum(np.searchsorted(self._bases.u64, addresses.u64, side="right"), 1) - 1
-        parts = []
-        for index in np.unique(owner).tolist():
-            rows, region = np.flatnonzero(owner == index), self._regions[index]
-            inside = addresses.take(rows).offsets_in(region.base, region.nbytes, lengths[rows], "memory")
-            parts.append(_Part(region.view, inside, dense[rows], lengths[rows]))
-        return parts
+        found = locate_runs([(region.base, region.nbytes) for region in self._regions], copies, chunk_bytes)
+        return [_Part(self._regions[at.region].view, at.offsets, at.dense_offsets, at.lengths) for at in found]
 
 
 @dataclass(frozen=True)
