@@ -11,6 +11,7 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -59,6 +60,30 @@ class View(Struct, frozen=True):
         return not self.missing
 
 
+class Listed(Struct, frozen=True):
+    """An entry as the registry keeps it: `age_s` since its last renewal, of `ttl_s` until it expires.
+
+    `superseded`: the generation of an earlier start of this rank that still tries to register, 0 where there is none.
+    """
+
+    entry: Entry
+    ttl_s: float
+    age_s: float
+    superseded: int = 0
+
+
+@dataclass
+class _Kept:
+    entry: Entry
+    ttl_s: float
+    renewed_s: float
+    refused: tuple[int, float] = (0, 0.0)  # the generation of an earlier start, and until when that is worth a word
+
+    @property
+    def end_s(self) -> float:
+        return self.renewed_s + self.ttl_s
+
+
 class Directory:
     """The registry's state: entries by (instance, rank), so the same rank twice counts once. Time is passed in."""
 
@@ -66,7 +91,7 @@ class Directory:
         """`at`: where the registry listens, and with which keys."""
         at = at or Access(LOOPBACK)
         self._host, self._allowed = at.host, at.keys.allowed if at.keys else frozenset()
-        self._entries: dict[tuple[str, int], tuple[Entry, float]] = {}
+        self._entries: dict[tuple[str, int], _Kept] = {}
 
     def put(self, entry: Entry, ttl_s: float, now: float) -> None:
         """RegistryError where a later start of this rank, or one with another key, is alive, the rank is outside its
@@ -79,28 +104,31 @@ class Directory:
             raise RegistryError(f"instance {entry.instance!r} rank {entry.rank}: {problem}")
         self._expire(now)
         old = self._entries.get((entry.instance, entry.rank))
-        if old is not None and old[0].key != entry.key:
+        if old is not None and old.entry.key != entry.key:
             raise RegistryError(
-                f"instance {entry.instance!r} rank {entry.rank}: is registered with the public key {old[0].key!r}, "
-                f"which {entry.key!r} can't replace while that entry is renewed, or for another {old[1] - now:.0f} s"
+                f"instance {entry.instance!r} rank {entry.rank}: is registered with the public key {old.entry.key!r}, "
+                f"which {entry.key!r} can't replace while that entry is renewed, or for another {old.end_s - now:.0f} s"
             )
-        if old is not None and old[0].generation > entry.generation:
-            newer = old[0].generation
+        if old is not None and old.entry.generation > entry.generation:
+            newer = old.entry.generation
+            old.refused = entry.generation, now + ttl_s
             raise RegistryError(
                 f"instance {entry.instance!r} rank {entry.rank}: generation {entry.generation} is superseded by {newer}"
             )
         if old is None and len(self._entries) >= MAX_ENTRIES:
             raise RegistryError(f"the registry is full with {MAX_ENTRIES} entries")
-        self._entries[entry.instance, entry.rank] = (entry, now + ttl_s)
+        refused = old.refused if old is not None else (0, 0.0)
+        self._entries[entry.instance, entry.rank] = _Kept(entry, ttl_s, now, refused)
 
     def delete(self, instance: str, rank: int, generation: int) -> None:
         old = self._entries.get((instance, rank))
-        if old is not None and old[0].generation == generation:
+        if old is not None and old.entry.generation == generation:
             del self._entries[instance, rank]
 
     def view(self, instance: str, now: float) -> View:
         self._expire(now)
-        found = sorted((e for e, _ in self._entries.values() if e.instance == instance), key=lambda e: e.rank)
+        kept = (kept.entry for kept in self._entries.values())
+        found = sorted((entry for entry in kept if entry.instance == instance), key=lambda entry: entry.rank)
         if not found:
             return View((), f"instance {instance!r} has no registered worker")
         # after a restart with another world, what is left of the old one has to go unnoticed
@@ -110,8 +138,16 @@ class Directory:
         ranks = ", ".join(map(str, absent[:8]))
         return View(tuple(found), f"instance {instance!r} misses rank(s) {ranks} of {world}" if absent else "")
 
+    def listing(self, now: float) -> tuple[Listed, ...]:
+        """Every entry, by instance and rank."""
+        self._expire(now)
+        kept = [self._entries[key] for key in sorted(self._entries)]
+        return tuple(
+            Listed(k.entry, k.ttl_s, now - k.renewed_s, k.refused[0] if now < k.refused[1] else 0) for k in kept
+        )
+
     def _expire(self, now: float) -> None:
-        for key in [key for key, (_, end) in self._entries.items() if end <= now]:
+        for key in [key for key, kept in self._entries.items() if kept.end_s <= now]:
             del self._entries[key]
 
 
@@ -189,6 +225,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     """PUT /v1/instances/NAME, GET /v1/instances/NAME, DELETE /v1/instances/NAME/RANK/GENERATION; JSON bodies.
+    GET /v1/instances lists everything.
 
     With keys each of them carries a signature over a fresh challenge, GET /v1/challenge.
     """
@@ -220,6 +257,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._reply(200, {"challenge": self.challenges.draw()})
         if not self._signed(b""):
             return
+        if self.path == _PREFIX.rstrip("/"):
+            return self._reply(200, self.act(lambda directory, now: directory.listing(now)))
         names = self._names()
         if len(names) != 1:
             return self._reply(404, {"error": "no such resource"})
@@ -299,6 +338,14 @@ class Registry:
         if view.ready and [e.rank for e in view.workers] != list(range(view.workers[0].world if view.workers else -1)):
             raise RegistryError(f"registry {self.url}: says {name!r} is ready but its ranks are not 0 … world-1")
         return view
+
+    def listing(self) -> tuple[Listed, ...]:
+        """Everything that is registered, by instance and rank."""
+        data = self._call("GET", _PREFIX.rstrip("/"))
+        try:
+            return decode_json(data, tuple[Listed, ...])
+        except DocumentError as error:
+            raise RegistryError(f"registry {self.url}: unreadable answer: {error}") from None
 
     def delete(self, entry: Entry) -> None:
         self._call("DELETE", f"{_PREFIX}{quote(entry.instance, safe='')}/{entry.rank}/{entry.generation}")

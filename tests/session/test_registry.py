@@ -67,6 +67,19 @@ def test_a_restart_with_another_world_counts_alone() -> None:
     assert [e.rank for e in directory.view("p", 0).workers] == [0, 1]
 
 
+def test_the_listing_tells_ages_and_who_was_superseded() -> None:
+    directory = Directory()
+    directory.put(entry(0, 1, generation=5), 10, now=0)
+    directory.put(entry(0, 1, generation=5, instance="a"), 30, now=1)
+    with pytest.raises(RegistryError, match="superseded by 5"):
+        directory.put(entry(0, 1, generation=4), 10, now=2)
+    directory.put(entry(0, 1, generation=5), 10, now=3)
+    listed = [(one.entry.instance, one.age_s, one.ttl_s, one.superseded) for one in directory.listing(now=4)]
+    assert listed == [("a", 3, 30, 0), ("p", 1, 10, 4)]
+    assert [one.superseded for one in directory.listing(now=12.5)] == [0, 0]  # nobody has tried since
+    assert [one.entry.instance for one in directory.listing(now=20)] == ["a"]
+
+
 def test_a_rank_outside_its_world_is_refused() -> None:
     with pytest.raises(RegistryError, match="rank 2 is outside its world of 2"):
         Directory().put(entry(2), 10, 0)
@@ -77,6 +90,7 @@ def test_over_http(server: RegistryServer) -> None:
     name = "team a/prefill 0 ü?"
     client.put(entry(0, 1, instance=name), 10)
     assert client.instance(name).workers == (entry(0, 1, instance=name),)
+    assert [one.entry for one in client.listing()] == [entry(0, 1, instance=name)]
     assert client.instance("nobody").missing == "instance 'nobody' has no registered worker"
     client.delete(entry(0, 1, instance=name))
     assert not client.instance(name).ready
