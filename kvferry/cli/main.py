@@ -6,13 +6,14 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvferry import __version__
 from kvferry.errors import KVFerryError
 
 COMMANDS = {
     "bench": "measure what planning and moving cost",
+    "completion": "print what makes a shell complete this command's words",
     "demo": "move a real model's KV cache between processes and compare the decoded text with a plain run",
     "keys": "make the keys by which the members of a deployment know each other",
     "layout": "write the instance document of a model and an engine, from the model's config.json",
@@ -45,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"{where}{error.strerror or error}")
 
 
-def _run(arguments: list[str]) -> int:
+def make_parser(wanted: Collection[str]) -> argparse.ArgumentParser:
+    """The parser of the command; only the subcommands in `wanted` are imported and know their options."""
     parser = argparse.ArgumentParser(
         prog="kvferry", description="Move the KV cache of a request from a prefill instance to a decode instance."
     )
@@ -53,11 +55,19 @@ def _run(arguments: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
-        if arguments[:1] == [name]:
+        if name in wanted:
             module = importlib.import_module(f"kvferry.cli.{name}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
-    args = parser.parse_args(arguments)
+    return parser
+
+
+def _run(arguments: list[str]) -> int:
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could come next
+        completion = importlib.import_module("kvferry.cli.completion")
+        words = os.environ.get("COMP_LINE", "").split()
+        completion.answer(make_parser(words[1:2]))
+    args = make_parser(arguments[:1]).parse_args(arguments)
     code: int = args.run(args)
     return code
 
