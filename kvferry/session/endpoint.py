@@ -65,6 +65,7 @@ from kvferry.session.messages import GRANT_BYTES, Card, Peer, Role, decode, enco
 from kvferry.session.prepare import Preparer
 from kvferry.session.registry import Entry
 from kvferry.session.shell import LOG, Rendezvous, open_death_watch, this_process
+from kvferry.session.source import EARLY_MAX_S
 from kvferry.session.transfer import Transfer
 from kvferry.transport.base import Memory, open_transport
 from kvferry.transport.staging import Staging
@@ -90,6 +91,9 @@ class Endpoint:
     `digest`: what we receive is digested by its sources and again in our pages before it is committed, and
     TransferCorrupted if that differs.
 
+    `early_s`: how long a target's offer waits for our send() at most. Where it is always sent first, as by a prefill
+    server that answers its router before decode hears of it, a short time ends requests for ids that were never here.
+
     `host` is the IPv4 address of this machine that is bound and that peers use; with `keys` it may be any, without only
     one on loopback. Where they aren't given they come from KVFERRY_HOST and KVFERRY_KEYS, see docs/security.md.
     """
@@ -112,6 +116,7 @@ class Endpoint:
         keys: Keys | None = None,
         staging_base: Address | None = None,
         ttl_s: float = 10.0,
+        early_s: float = EARLY_MAX_S,
     ) -> None:
         at = access(host, keys)
         home = own_registry(registry, at)
@@ -134,7 +139,7 @@ class Endpoint:
         card = Card(address, world, own, self._transport.export(), this_process(), key)
         allowed = at.keys.allowed if at.keys else frozenset()
         draw_grant = partial(secrets.token_bytes, GRANT_BYTES)
-        self._machine = Machine(self._me, card, slots, self._staging.address, draw_grant, digest, allowed)
+        self._machine = Machine(self._me, card, slots, self._staging.address, draw_grant, digest, allowed, early_s)
         self._lock = threading.Lock()
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._wake_r, self._wake_w = os.pipe()

@@ -45,7 +45,7 @@ from kvferry.session.messages import (
     Ready,
     Welcome,
 )
-from kvferry.session.source import Sources
+from kvferry.session.source import EARLY_MAX_S, Sources
 from kvferry.session.target import Targets
 
 
@@ -61,10 +61,11 @@ class Machine:
         draw_grant: Callable[[], bytes],
         digests: bool = False,
         allowed: Collection[str] = (),
+        early_s: float = EARLY_MAX_S,
     ) -> None:
         self.core = Core(me, card, slots, slot_address, draw_grant, allowed)
         self.targets = Targets(self.core, digests)
-        self.sources = Sources(self.core)
+        self.sources = Sources(self.core, early_s)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         self.core.now = now

@@ -45,7 +45,7 @@ CYCLE_LIMIT = 1 << 32
 EARLY_PIECES = 131_072
 """Pieces in the offers of one peer that wait for our own send(): about as much as a peer may make us remember."""
 EARLY_MAX_S = 3600.0
-"""How long an offer waits for our own send() at most, whatever deadline it names."""
+"""How long an offer waits for our own send() at most, whatever deadline it names, unless the endpoint says less."""
 
 
 @dataclass
@@ -76,8 +76,8 @@ class Outgoing:
 
 
 class Sources:
-    def __init__(self, core: Core) -> None:
-        self._core = core
+    def __init__(self, core: Core, early_s: float = EARLY_MAX_S) -> None:
+        self._core, self._early_s = core, early_s
         self.running: dict[str, Outgoing] = {}
         self._past = Memory()
         self._writing: dict[tuple[str, Peer], set[int]] = {}  # also of transfers that have ended
@@ -122,7 +122,7 @@ class Sources:
                 return core.abort(
                     peer, "target", transfer, "refused", f"{EARLY_LIMIT} offers wait for a send() already"
                 )
-            o = self.running[transfer] = Outgoing(False, now, now + min(offer.timeout_s, EARLY_MAX_S))
+            o = self.running[transfer] = Outgoing(False, now, now + min(offer.timeout_s, self._early_s))
         problem = _taker_problem(o, peer, offer)
         if not o.called and self._pieces_waiting(peer) + len(offer.pieces) > EARLY_PIECES:
             problem = f"more than {EARLY_PIECES} pieces of this peer wait for a send()"
@@ -259,6 +259,10 @@ class Sources:
         for transfer, o in [(key, o) for key, o in self.running.items() if o.deadline_s <= now]:
             waiting = next((peer for peer, taker in o.takers.items() if not taker.complete), None)
             span_s = o.deadline_s - o.started_s
+            if not o.called and any(taker.offer.timeout_s > self._early_s for taker in o.takers.values()):
+                problem = f"no send() came here within {span_s:g} s: it has ended, or this instance knows no such id"
+                self.fail(transfer, "refused", problem, waiting)
+                continue
             detail = "no target has made an offer" if not o.takers else f"still waiting for {waiting or 'other takers'}"
             if not o.last:
                 detail += "; extend() was never called with last=True"

@@ -92,6 +92,19 @@ def test_timeout_of_an_unmatched_receive(crew: Crew, registry: str) -> None:
     until(all_free(*pair.targets))
 
 
+def test_an_id_that_the_source_never_sends_ends_early_where_it_is_always_sent_first(crew: Crew, registry: str) -> None:
+    source, target = crew.take(2)
+    source("open", "first", Shape(), 0, registry, early_s=0.3)
+    target("open", "second", Shape(), 0, registry)
+    began_s = time.monotonic()
+    target("receive", "t", "first", [0, 1], 0, (0, 8), 30.0)
+    error = error_of(target, "wait", "t")
+    assert time.monotonic() - began_s < 5
+    assert error.kind is TransferRefused
+    assert "no send() came here within 0.3 s: it has ended, or this instance knows no such id" in error.text
+    assert target("untouched")
+
+
 def test_timeout_while_an_instance_is_missing_a_rank(crew: Crew, registry: str) -> None:
     pair = open_pair(crew, registry, Shape(), Shape())
     pair.targets[0]("receive", "t", "nobody", [0, 1], 0, (0, 8), 0.5)

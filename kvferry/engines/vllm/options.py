@@ -28,6 +28,10 @@ class Options(Struct, frozen=True):
     """How long prefill keeps the blocks of a finished request for a decode instance that hasn't taken them yet."""
     timeout_s: Seconds = 60.0
     """How long decode waits for one request's cache."""
+    unknown_s: Seconds = 10.0
+    """How long prefill lets decode wait for an id that it doesn't know: it knows an id before it answers the router,
+    but its workers hear of it with their next step only.
+    """
 
 
 def read_options(extra: Mapping[str, Any]) -> Options:
