@@ -23,15 +23,15 @@ from kvferry.errors import (
 from kvferry.layout.address import Address
 from kvferry.layout.document import Instance
 from kvferry.layout.validate import check_instance
-from kvferry.session.events import Action, Close, Note, Open, Send, Watch
+from kvferry.session.delivery import Delivery
+from kvferry.session.events import Action, Close, Note, Open, Watch
 from kvferry.session.messages import Abort, AbortAck, Card, FailureKind, Hello, Message, Peer, Role, Welcome
 from kvferry.session.reach import line_problem
 from kvferry.session.slots import Ledger
 
 ATTEMPT = 1
-RESEND_S = 1.0
-RESEND_MAX_S = 30.0
-ABORT_KEEP_S = 10.0
+HELLO_S = 1.0
+HELLO_MAX_S = 30.0
 REMEMBERED = 65_536
 PEER_LIMIT = 1_000
 CYCLE_RANKS = 65_536
@@ -61,8 +61,9 @@ def failure(kind: FailureKind, where: Where, problem: str, cause: BaseException 
 
 
 @dataclass
-class _Resend:
-    message: Message
+class _Hello:
+    """Said again until it is answered, since only then there is a line that messages can be numbered on."""
+
     next_s: float
     interval_s: float
     until_s: float
@@ -105,12 +106,12 @@ class Core:
         self.known: dict[Peer, Card] = {}
         self.problems: dict[Peer, str] = {}  # why a handshake failed
         self.counters: Counter[str] = Counter()
-        self._hellos: dict[Peer, _Resend] = {}
+        self._hellos: dict[Peer, _Hello] = {}
         self._opened: set[Peer] = set()
-        self._aborts: dict[tuple[Role, str, Peer], _Resend] = {}
+        self.delivery = Delivery(lambda action: self.out.append(action), lambda: self.now, self.ledger.in_doubt)
 
     def send(self, peer: Peer, body: Message) -> None:
-        self.out.append(Send(peer, body))
+        self.delivery.say(peer, body)
 
     def refuse(self, reason: str) -> None:
         """A message is dropped. The log gets the first few of each kind only, so that a flood can't fill it."""
@@ -146,9 +147,8 @@ class Core:
         if problem:
             self.problems[peer] = problem
             return
-        message = Hello(self.card)
-        self._hellos[peer] = _Resend(message, self.now + RESEND_S, RESEND_S, until_s)
-        self.send(peer, message)
+        self._hellos[peer] = _Hello(self.now + HELLO_S, HELLO_S, until_s)
+        self.send(peer, Hello(self.card))
 
     def on_hello(self, peer: Peer, body: Hello) -> bool:
         """Whether the peer is known now that was not before."""
@@ -178,6 +178,7 @@ class Core:
         self._hellos.pop(peer, None)
         self.problems.pop(peer, None)
         self.known[peer] = card
+        self.delivery.open(peer)
         if card.process is not None:
             self.out.append(Watch(peer, card.process))
         return True
@@ -212,8 +213,7 @@ class Core:
         self.known.pop(peer, None)
         self._hellos.pop(peer, None)
         self.ledger.clear_dead(peer)
-        for key in [key for key in self._aborts if key[2] == peer]:
-            del self._aborts[key]
+        self.delivery.close(peer)
         self._hang_up(peer)
 
     def _hang_up(self, peer: Peer) -> None:
@@ -237,47 +237,32 @@ class Core:
         workers = tuple(worker for card in cards for worker in card.workers)
         return Instance(first.format, first.instance, first.model, first.groups, workers)
 
-    # acknowledged aborts
+    # the end of a transfer
 
     def abort(self, peer: Peer, role: Role, transfer: str, kind: FailureKind, reason: str) -> None:
-        """Tell the peer, whose role is `role`, until it acknowledges. While slots are in doubt this never gives up."""
-        message = Abort(transfer, ATTEMPT, role, kind, reason[:4000])
-        self._aborts[role, transfer, peer] = _Resend(message, self.now + RESEND_S, RESEND_S, self.now + ABORT_KEEP_S)
-        self.send(peer, message)
+        """Tell the peer, whose role is `role`."""
+        self.send(peer, Abort(transfer, ATTEMPT, role, kind, reason[:4000]))
 
     def on_abort_ack(self, peer: Peer, ack: AbortAck) -> None:
-        if self._aborts.pop((ack.role, ack.transfer, peer), None) is None:
-            return self.refuse("acknowledgement of no abort")
-        if ack.role == "source":
-            self.ledger.clear(ack.transfer, peer)
+        self.ledger.clear(ack.transfer, peer)
 
     def tick(self) -> None:
         for peer, hello in list(self._hellos.items()):
             if hello.until_s <= self.now:
                 del self._hellos[peer]
                 self._hang_up(peer)
-            else:
-                self._resend(peer, hello)
-        for key, abort in list(self._aborts.items()):
-            role, transfer, peer = key
-            if abort.until_s <= self.now and not (role == "source" and self.ledger.in_doubt(transfer, peer)):
-                del self._aborts[key]
-            else:
-                self._resend(peer, abort)
-
-    def _resend(self, peer: Peer, resend: _Resend) -> None:
-        if resend.next_s <= self.now:
-            self.send(peer, resend.message)
-            resend.interval_s = min(2 * resend.interval_s, RESEND_MAX_S)
-            resend.next_s = self.now + resend.interval_s
+            elif hello.next_s <= self.now:
+                self.send(peer, Hello(self.card))
+                hello.interval_s = min(2 * hello.interval_s, HELLO_MAX_S)
+                hello.next_s = self.now + hello.interval_s
 
     @property
     def quiet(self) -> bool:
-        """Whether every abort has been acknowledged or given up."""
-        return not self._aborts
+        """Whether our peers have heard all, and no writer of theirs is in doubt."""
+        return self.delivery.quiet and not self.ledger.doubts
 
     def next_s(self) -> float:
-        return min((r.next_s for r in (*self._hellos.values(), *self._aborts.values())), default=math.inf)
+        return min(self.delivery.next_s(), *(hello.next_s for hello in self._hellos.values()), math.inf)
 
 
 def _card_problem(peer: Peer, card: Card) -> str:

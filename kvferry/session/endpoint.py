@@ -65,7 +65,7 @@ from kvferry.session.messages import GRANT_BYTES, Card, Peer, Role, decode, enco
 from kvferry.session.prepare import Preparer
 from kvferry.session.registry import Entry
 from kvferry.session.shell import LOG, Rendezvous, open_death_watch, this_process
-from kvferry.session.source import EARLY_MAX_S
+from kvferry.session.source import EARLY_MAX_S, SOURCE_SAYS
 from kvferry.session.transfer import Transfer
 from kvferry.transport.base import Memory, open_transport
 from kvferry.transport.staging import Staging
@@ -391,7 +391,7 @@ class Endpoint:
                 with self._lock:
                     self._machine.core.refuse("said with another key than its sender's")
                 continue
-            self._handle(Received(envelope.sender, envelope.recipient, envelope.body))
+            self._handle(Received(envelope.sender, envelope.recipient, envelope.body, envelope.place))
 
     def _handle(self, event: Event) -> None:
         with self._lock:
@@ -431,13 +431,14 @@ class Endpoint:
 
     def _send(self, action: Send) -> None:
         try:
-            data = encode(self._me, action.peer, action.body)
+            data = encode(self._me, action.peer, action.body, action.place)
             self._lines.send(action.peer, data)
         except zmq.Again:
-            LOG.warning("%s: the line to %s is full, a %s is lost", self._me, action.peer, type(action.body).__name__)
+            LOG.warning("%s: the line to %s is full, a %s waits", self._me, action.peer, type(action.body).__name__)
         except DocumentError as error:
+            role: Role = "source" if isinstance(action.body, SOURCE_SAYS) else "target"
             transfer = getattr(action.body, "transfer", "")
-            self._post(AbortCall("target", transfer, f"{error}; use larger slots or send less at once"))
+            self._post(AbortCall(role, transfer, f"{error}; use larger slots or send less at once"))
 
     def _watch(self, action: Watch) -> None:
         descriptor = open_death_watch(action.process)

@@ -12,7 +12,7 @@ from kvferry.layout.document import Instance
 from kvferry.layout.request import Side, Wanted
 from kvferry.plan.dense import Chunk, DenseCopies
 from kvferry.plan.prove import Proof
-from kvferry.session.messages import Digest, Message, Peer, Piece, Process, Role
+from kvferry.session.messages import NO_PLACE, Digest, Message, Peer, Piece, Place, Process, Role
 from kvferry.session.registry import Entry
 
 
@@ -91,6 +91,7 @@ class Received:
     sender: Peer
     recipient: Peer
     body: Message
+    place: Place = NO_PLACE
 
 
 @dataclass(frozen=True)
@@ -241,6 +242,7 @@ class Close:
 class Send:
     peer: Peer
     body: Message
+    place: Place = NO_PLACE
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from kvferry.session.messages import (
     Abort,
     AbortAck,
     About,
+    Beat,
     Card,
     ChunkDone,
     Commit,
@@ -111,6 +112,7 @@ class Machine:
             self.targets.fail(t, "aborted", "the endpoint was closed", None)
         for transfer in list(self.sources.running):
             self.sources.fail(transfer, "aborted", "the endpoint was closed", None)
+        self.core.delivery.ask_all()
         return self.tick(now)
 
     def tick(self, now: float) -> list[Action]:
@@ -120,6 +122,7 @@ class Machine:
         self.sources.tick()
         self.core.tick()
         self.targets.pump()
+        self.core.delivery.tick(self._runs_with)
         actions, self.core.out = self.core.out, []
         for action in actions:
             if isinstance(action, Ended):
@@ -132,7 +135,7 @@ class Machine:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is owed to anybody: every abort acknowledged, no write or scatter running."""
+        """Whether nothing is owed to anybody: all was heard, no write or scatter runs, no slot is in doubt."""
         return self.core.quiet and self.sources.quiet and not self.targets.ending
 
     def goodbye(self) -> list[Action]:
@@ -148,6 +151,8 @@ class Machine:
             "transfers_done": 0,
             "transfers_failed": 0,
             "refused_messages": 0,
+            "peers_silent": len(self.core.delivery.silent()),
+            "messages_repeated": self.core.delivery.repeated,
         }
         return counts | self.core.ledger.counts() | dict(self.core.counters)
 
@@ -162,6 +167,10 @@ class Machine:
             return
         if peer not in core.known:
             return core.refuse("message from an unknown peer")
+        if not core.delivery.hear(peer, event.place):
+            return None
+        if isinstance(body, Beat):
+            return core.delivery.on_beat(peer, body)
         if isinstance(body, Goodbye):
             return self._lost(peer, "the peer has closed its endpoint")
         if body.attempt != ATTEMPT:
@@ -194,6 +203,9 @@ class Machine:
             self.targets.fail(self.targets.running[event.transfer], "aborted", reason, None)
         elif event.role == "source" and event.transfer in self.sources.running:
             self.sources.fail(event.transfer, "aborted", reason, None)
+
+    def _runs_with(self, peer: Peer) -> bool:
+        return self.targets.runs_with(peer) or self.sources.runs_with(peer) or peer in self.core.ledger.doubts
 
     def _lost(self, peer: Peer, how: str) -> None:
         self.core.forget(peer)

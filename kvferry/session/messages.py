@@ -16,7 +16,7 @@ from kvferry.layout.document import Instance, Row, Struct, decode_msgpack, encod
 from kvferry.layout.request import Wanted
 from kvferry.plan.dense import Chunk
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE_BYTES = 16 << 20
 GRANT_BYTES = 16
 
@@ -180,16 +180,37 @@ class Abort(About, frozen=True):
 
 
 class AbortAck(About, frozen=True):
-    """`role` is the sender's role. From a source: none of our writers touches your slots of this transfer any more."""
+    """Source → target: none of our writers touches your slots of this transfer any more."""
 
-    role: Role
+
+class Beat(Body, frozen=True):
+    """A sign of life, which says what its sender has heard. `ask`: one is wanted in answer."""
+
+    ask: bool
 
 
 class Goodbye(Body, frozen=True):
     """This endpoint closes: none of its writers runs any more, and it will say nothing else."""
 
 
-Message = Union[Hello, Welcome, Goodbye, Offer, Ready, Grants, ChunkDone, Landed, Commit, Complete, Abort, AbortAck]
+Message = Union[
+    Hello, Welcome, Goodbye, Beat, Offer, Ready, Grants, ChunkDone, Landed, Commit, Complete, Abort, AbortAck
+]
+
+
+class Place(Row, frozen=True):
+    """Where a message stands among all that its sender says to this recipient, see `kvferry.session.delivery`.
+
+    `number`: its own, 0 for a message that is not repeated when it is lost; `after`: of the one before it that still
+    matters; `heard`: the newest that its sender has heard from the recipient.
+    """
+
+    number: Count = 0
+    after: Count = 0
+    heard: Count = 0
+
+
+NO_PLACE = Place()
 
 
 class Envelope(Row, frozen=True):
@@ -197,15 +218,16 @@ class Envelope(Row, frozen=True):
     sender: Peer
     recipient: Peer
     body: Message
+    place: Place = NO_PLACE
 
 
 class _Version(msgspec.Struct, frozen=True, array_like=True):
     version: int
 
 
-def encode(sender: Peer, recipient: Peer, body: Message) -> bytes:
+def encode(sender: Peer, recipient: Peer, body: Message, place: Place = NO_PLACE) -> bytes:
     """DocumentError where the message is too large to be accepted."""
-    data = encode_msgpack(Envelope(PROTOCOL, sender, recipient, body))
+    data = encode_msgpack(Envelope(PROTOCOL, sender, recipient, body, place))
     if len(data) > MAX_MESSAGE_BYTES:
         raise DocumentError(
             type(body).__name__, f"message has {len(data)} bytes, at most {MAX_MESSAGE_BYTES} may be sent"

@@ -67,6 +67,11 @@ class Ledger:
         for transfer, owner in [key for key in self._doubt if key[1] == peer]:
             self.clear(transfer, owner)
 
+    @property
+    def doubts(self) -> frozenset[Peer]:
+        """Peers with a writer in doubt."""
+        return frozenset(peer for _, peer in self._doubt)
+
     def in_doubt(self, transfer: str, peer: Peer) -> bool:
         return (transfer, peer) in self._doubt
 

@@ -42,6 +42,8 @@ CYCLE_LIMIT = 1 << 32
 """Tokens after which a cycle repeats, at most: far above any, far below where token numbers would wrap."""
 
 
+SOURCE_SAYS = (Ready, ChunkDone)
+"""What a source says of a transfer that runs."""
 EARLY_PIECES = 131_072
 """Pieces in the offers of one peer that wait for our own send(): about as much as a peer may make us remember."""
 EARLY_MAX_S = 3600.0
@@ -230,7 +232,7 @@ class Sources:
         key = (transfer, peer)
         if key in self._acks_owed and key not in self._writing:
             self._acks_owed.discard(key)
-            self._core.send(peer, AbortAck(transfer, ATTEMPT, "source"))
+            self._core.send(peer, AbortAck(transfer, ATTEMPT))
 
     def fail(
         self, transfer: str, kind: FailureKind, problem: str, peer: Peer | None, cause: BaseException | None = None
@@ -240,6 +242,7 @@ class Sources:
         where = Where(transfer, str(peer) if peer else "", o.phase, core.now - o.started_s)
         if transfer not in self._past:
             self._past.add(transfer, (kind, problem))
+        core.delivery.drop(transfer, SOURCE_SAYS)
         for taker in o.takers:
             if taker in core.known:
                 core.abort(taker, "target", transfer, kind, problem)
@@ -267,6 +270,9 @@ class Sources:
             if not o.last:
                 detail += "; extend() was never called with last=True"
             self.fail(transfer, "timeout", f"the deadline of {span_s:g} s has passed; {detail}", waiting)
+
+    def runs_with(self, peer: Peer) -> bool:
+        return any(peer in o.takers for o in self.running.values())
 
     @property
     def quiet(self) -> bool:

@@ -35,7 +35,6 @@ from kvferry.session.events import (
 )
 from kvferry.session.messages import (
     Abort,
-    AbortAck,
     ChunkDone,
     Commit,
     Complete,
@@ -53,6 +52,8 @@ from kvferry.session.slots import Lease
 from kvferry.session.source import covered
 
 EARLY_KEEP_S = 600.0
+TARGET_SAYS = (Offer, Grants, Landed)
+"""What a target says of a transfer that runs."""
 
 
 @dataclass
@@ -373,7 +374,6 @@ class Targets:
     # failure
 
     def on_abort(self, peer: Peer, body: Abort) -> None:
-        self._core.send(peer, AbortAck(body.transfer, ATTEMPT, "target"))
         t = self.running.get(body.transfer)
         if t is not None and (peer in t.sources or peer in t.ranks or peer.instance in self._names(t)):
             return self.fail(t, body.kind, body.reason, peer)
@@ -397,6 +397,7 @@ class Targets:
                     t.error = Ended("target", transfer, error=error, pages_held=True)
             else:
                 core.ledger.release(lease)
+        core.delivery.drop(transfer, TARGET_SAYS)
         if not t.call.connect_only:
             for source in t.sources:
                 if source in core.known:
@@ -450,6 +451,9 @@ class Targets:
     def next_s(self) -> float:
         deadlines = min((t.deadline_s for t in self.running.values()), default=math.inf)
         return min((end_s for _, end_s in self._early.values()), default=deadlines) if self._early else deadlines
+
+    def runs_with(self, peer: Peer) -> bool:
+        return any(peer in t.sources or peer in t.ranks for t in self.running.values())
 
     def _flow(self, peer: Peer, transfer: str) -> tuple[Incoming, Flow] | None:
         t = self.running.get(transfer)

@@ -105,7 +105,9 @@ class Sim:
         for action in actions:
             if isinstance(action, Send):
                 # through the codec, so that only what the wire can carry arrives
-                self.wire.setdefault((peer, action.peer), []).append(encode(peer, action.peer, action.body))
+                self.wire.setdefault((peer, action.peer), []).append(
+                    encode(peer, action.peer, action.body, action.place)
+                )
             elif isinstance(action, (Write, Scatter, Prepare)):
                 self.jobs.append(Job(peer, action))
             elif isinstance(action, CancelWrites):
@@ -140,7 +142,7 @@ class Sim:
             messages.insert(0, data)
         if self.rng.random() >= self.drop:
             envelope = decode(data)
-            self.event(line[1], Received(envelope.sender, envelope.recipient, envelope.body))
+            self.event(line[1], Received(envelope.sender, envelope.recipient, envelope.body, envelope.place))
         return True
 
     def work(self, job: Job) -> None:

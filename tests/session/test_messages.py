@@ -38,7 +38,8 @@ BODIES: list[m.Message] = [
     m.Commit("a", 1),
     m.Complete("a", 1),
     m.Abort("a", 1, "source", "timeout", "why"),
-    m.AbortAck("a", 1, "target"),
+    m.AbortAck("a", 1),
+    m.Beat(True),
 ]
 
 
@@ -51,8 +52,8 @@ def test_round_trip(body: m.Message) -> None:
 def test_version_comes_first_and_is_judged_first() -> None:
     raw = msgspec.msgpack.decode(m.encode(ME, YOU, BODIES[4]))
     assert raw[0] == m.PROTOCOL
-    with pytest.raises(DocumentError, match="peer speaks protocol 2, this side 1"):
-        m.decode(msgspec.msgpack.encode([2, "of another shape", {"new": "fields"}]))
+    with pytest.raises(DocumentError, match="peer speaks protocol 3, this side 2"):
+        m.decode(msgspec.msgpack.encode([3, "of another shape", {"new": "fields"}]))
 
 
 def changed(index: int, **fields: object) -> bytes:
