@@ -132,6 +132,11 @@ class Core:
         """Whether the holder of `key` has shaken hands with us as this peer."""
         return peer in self.known and self.known[peer].key == key
 
+    @property
+    def greeting(self) -> int:
+        """Peers that have not answered our hello yet."""
+        return len(self._hellos)
+
     def hello(self, peer: Peer, address: str, key: str, until_s: float) -> None:
         """Say hello until the peer answers or `until_s` has passed. `address`, `key`: where it is, as registered."""
         if peer in self.known:

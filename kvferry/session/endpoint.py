@@ -11,7 +11,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 
@@ -29,6 +29,7 @@ from kvferry.errors import (
 from kvferry.layout.address import Address
 from kvferry.layout.document import Instance
 from kvferry.layout.request import Side, Wanted
+from kvferry.observe.observer import Observer
 from kvferry.session.choices import GATHER, Gather, Landing, check_landing, check_worker, own_registry, registry_at
 from kvferry.session.events import (
     AbortCall,
@@ -140,6 +141,7 @@ class Endpoint:
         allowed = at.keys.allowed if at.keys else frozenset()
         draw_grant = partial(secrets.token_bytes, GRANT_BYTES)
         self._machine = Machine(self._me, card, slots, self._staging.address, draw_grant, digest, allowed, early_s)
+        self._observer = Observer(self._machine)
         self._lock = threading.Lock()
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._wake_r, self._wake_w = os.pipe()
@@ -337,9 +339,7 @@ class Endpoint:
                 time.sleep(0.01)
             if self._closing and end_s == math.inf:
                 end_s = time.monotonic() + CLOSE_S
-                with self._lock:
-                    actions = self._machine.close(time.monotonic())
-                self._apply(actions)
+                self._do(self._machine.close)
             if self._closing and self._machine.quiet:
                 break
         self._apply(self._machine.goodbye())
@@ -360,17 +360,13 @@ class Endpoint:
             else:
                 self._handle(event)
         for peer, problem in self._lines.handshakes():
-            with self._lock:
-                actions = self._machine.barred(peer, problem, time.monotonic())
-            self._apply(actions)
+            self._do(partial(self._machine.barred, peer, problem))
         if self._lines.router in ready:
             self._read_router()
         for peer in [peer for peer, due_s in self._dying.items() if due_s <= time.monotonic()]:
             del self._dying[peer]
             self._handle(Died(peer))
-        with self._lock:
-            actions = self._machine.tick(time.monotonic())
-        self._apply(actions)
+        self._do(self._machine.tick)
 
     def _read_router(self) -> None:
         for _ in range(MESSAGES_PER_ROUND):
@@ -394,8 +390,14 @@ class Endpoint:
             self._handle(Received(envelope.sender, envelope.recipient, envelope.body, envelope.place))
 
     def _handle(self, event: Event) -> None:
+        self._do(partial(self._machine.handle, event), event)
+
+    def _do(self, step: Callable[[float], list[Action]], event: Event | None = None) -> None:
+        """One step of the machine, which is written down, and what it asks for."""
         with self._lock:
-            actions = self._machine.handle(event, time.monotonic())
+            now = time.monotonic()
+            actions = step(now)
+            self._observer.saw(event, actions, now)
         self._apply(actions)
 
     def _apply(self, actions: list[Action]) -> None:

@@ -143,13 +143,18 @@ class PrepareFailed:
 
 @dataclass(frozen=True)
 class Written:
-    """A piece lies in the peer's slot. `digests`: of each of its layers, where they were asked for."""
+    """A piece lies in the peer's slot. `digests`: of each of its layers, where they were asked for.
+
+    `way`: the transport; `gathered`: into one write, rather than one descriptor for each of the `copies`.
+    """
 
     transfer: str
     peer: Peer
     piece: int
     copies: int
     digests: tuple[int, ...] = ()
+    way: str = ""
+    gathered: bool = True
 
 
 @dataclass(frozen=True)

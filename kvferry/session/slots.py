@@ -75,6 +75,11 @@ class Ledger:
     def in_doubt(self, transfer: str, peer: Peer) -> bool:
         return (transfer, peer) in self._doubt
 
+    @property
+    def leases(self) -> int:
+        """Grants that peers hold now."""
+        return len(self._leases)
+
     def counts(self) -> dict[str, int]:
         doubt = [slot for slots in self._doubt.values() for slot in slots]
         return {

@@ -86,31 +86,33 @@ class Writer:
                 digests = self._digests(job, out, job.digest)
 
         try:
-            count = self._send(link, job, copies, gather)
+            count, gathered = self._send(link, job, copies, gather)
         except TransportError:
             self._hang_up(link)
             raise
-        return Written(job.transfer, job.peer, job.piece, count, digests)
+        return Written(job.transfer, job.peer, job.piece, count, digests, link.name, gathered)
 
     def _digests(self, job: Write, data: Bytes, digest: Digest) -> tuple[int, ...]:
         group = self._instance.group(job.chunk.box.group)
         found = layer_digests(group, job.chunk, data, digest.key, digest.whole[group.name])
         return tuple(found[layer] for layer in job.chunk.box.layers)
 
-    def _send(self, link: Link, job: Write, copies: DenseCopies, gather: Fill) -> int:
-        """Into the peer's pages where it gave their runs; else into its slot, gathered or as it lies. How many runs."""
+    def _send(self, link: Link, job: Write, copies: DenseCopies, gather: Fill) -> tuple[int, bool]:
+        """Into the peer's pages where it gave their runs; else into its slot, gathered or as it lies. How many runs,
+        and whether they were gathered.
+        """
         if job.runs:
             target = decode_runs(job.runs, job.nbytes)
         elif link.moves and self._memory.spans and not self._gathers(link.name, len(copies.lengths), job.nbytes):
             target = one_run(link.slot_at(job.address, job.nbytes), job.nbytes)
         else:
             link.write(job.address, job.grant, job.nbytes, gather, job.timeout_s)
-            return len(copies.lengths)
+            return len(copies.lengths), True
         if job.digest is not None:
             gather(np.empty(job.nbytes, np.uint8))
         runs = cut_to_each_other(self._memory.runs(copies), target)
         link.move(*runs, job.timeout_s)
-        return len(runs[-1])
+        return len(runs[-1]), False
 
     def _failed(self, job: Write, error: KVFerryError) -> WriteFailed:
         return WriteFailed(job.transfer, job.peer, job.piece, error)
