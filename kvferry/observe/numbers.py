@@ -58,6 +58,7 @@ FAMILIES: dict[str, Family] = {
     "kvferry_pieces_quarantined": Family("gauge", (), "Pieces of the cache's own pages whose writer is in doubt"),
     "kvferry_peers": Family("gauge", ("state",), "Peers: connected, greeting (no answer yet), or silent while awaited"),
     "kvferry_messages_refused_total": Family("counter", ("reason",), "Messages that were dropped"),
+    "kvferry_messages_repeated_total": Family("counter", (), "Messages said again since they were not heard"),
     "kvferry_log_records_lost_total": Family("counter", (), "Records that the event log has forgotten to make room"),
     "kvferry_trace_files_total": Family("counter", ("outcome",), "Logs of failed transfers written, skipped or failed"),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from typing import Any
 
 from kvferry.errors import TransferError
@@ -48,7 +49,6 @@ from kvferry.session.events import (
 from kvferry.session.machine import Machine
 from kvferry.session.messages import (
     Abort,
-    AbortAck,
     ChunkDone,
     Complete,
     Goodbye,
@@ -90,6 +90,7 @@ class Observer:
         self._requests: dict[tuple[Role, str], str] = {}  # said by callers, before the machine knows the transfer
         self._connects: set[str] = set()  # calls that only shake hands: no transfers
         self._jobs: dict[tuple[str, str, Peer | None, int], tuple[float, int, int]] = {}  # when ordered, bytes, copies
+        self._newest: dict[tuple[Peer, str], int] = {}  # number of the newest message heard and sent
         self._problems: dict[str, str] = {}  # by instance: why a registry doesn't know it
         self._on: dict[type, Callable[[Any, float], None]] = {
             SendCall: self._send_call,
@@ -181,11 +182,11 @@ class Observer:
         values: dict[str, Value] | None = None,
     ) -> None:
         track = self._track(role, transfer, now, peer)
-        self.log.add(now, event, transfer, role, str(peer) if peer else "", track.phase, nbytes, values)
+        self.log.add(now, event, transfer, role, _peer_name(peer), track.phase, nbytes, values)
 
     def _merge(self, now: float, event: str, role: Role, transfer: str, peer: Peer, nbytes: int, count: int) -> Track:
         track = self._track(role, transfer, now, peer)
-        where = (event, transfer, role, str(peer), track.phase, nbytes)
+        where = (event, transfer, role, _peer_name(peer), track.phase, nbytes)
         if (role, transfer) in self.tracks:
             self.log.merge(now, *where, count)
         else:
@@ -222,16 +223,23 @@ class Observer:
         peer, body = event.sender, event.body
         if peer in self._machine.core.known:
             self.heard[peer] = now
+        number, last = event.place.number, self._newest.get((peer, "heard"), 0)
+        if number:
+            if not event.place.after <= last < number:
+                return  # heard before, or too early: the machine has dropped it
+            self._newest[peer, "heard"] = number
         self._said(peer, body, now, "heard")
 
     def _sends(self, action: Send, now: float) -> None:
-        self._said(action.peer, action.body, now, "sent")
+        number, last = action.place.number, self._newest.get((action.peer, "sent"), 0)
+        if number:
+            self._newest[action.peer, "sent"] = max(number, last)
+        self._said(action.peer, action.body, now, "repeated" if 0 < number <= last else "sent")
 
     def _said(self, peer: Peer, body: Any, now: float, how: str) -> None:
-        kind = type(body).__name__.lower()
-        event = f"{_SAID.get(kind, kind)} {how}"
+        event = _event_name(type(body), how)
         if isinstance(body, (Hello, Welcome, Goodbye)):
-            return self.log.add(now, event, peer=str(peer))
+            return self.log.add(now, event, peer=_peer_name(peer))
         transfer: str = getattr(body, "transfer", "")
         if not transfer:
             return None  # of peers only: that they live is in `heard`
@@ -241,7 +249,7 @@ class Observer:
             values: dict[str, Value] = {"pieces": len(body.pieces), "timeout_s": body.timeout_s}
             self._add(now, event, role, transfer, peer, wanted, values)
         elif isinstance(body, Grants):
-            self._granted(peer, body, now, event, role)
+            self._granted(peer, body, now, event, role, how)
         elif isinstance(body, ChunkDone):
             self._merge(now, event, role, transfer, peer, body.bytes, 1)
             if how == "heard":
@@ -251,10 +259,10 @@ class Observer:
         else:
             self._add(now, event, role, transfer, peer)
 
-    def _granted(self, peer: Peer, body: Grants, now: float, event: str, role: Role) -> None:
+    def _granted(self, peer: Peer, body: Grants, now: float, event: str, role: Role, how: str) -> None:
         count, nbytes = len(body.grants), sum(grant.bytes for grant in body.grants)
         track = self._merge(now, event, role, body.transfer, peer, nbytes, count)
-        if role == "target" and ("target", body.transfer) in self.tracks:
+        if how == "sent" and ("target", body.transfer) in self.tracks:
             track.under_way += count
             self.numbers.moving["target"].start(now, count)
 
@@ -340,11 +348,13 @@ class Observer:
             self.log.add(now, "not found", values={"instance": event.instance, "problem": event.problem})
 
     def _died(self, event: Died, now: float) -> None:
-        self.log.add(now, "process ended", peer=str(event.peer))
+        self.log.add(now, "process ended", peer=_peer_name(event.peer))
 
     def _closed(self, action: Close, now: float) -> None:
         self.heard.pop(action.peer, None)
-        self.log.add(now, "line closed", peer=str(action.peer))
+        for how in ("heard", "sent"):
+            self._newest.pop((action.peer, how), None)
+        self.log.add(now, "line closed", peer=_peer_name(action.peer))
 
     def _note(self, action: Note, now: float) -> None:
         self.log.add(now, "note", values={"text": action.text})
@@ -389,12 +399,21 @@ def _role(body: Any, how: str, sibling: bool) -> Role:
     """Our role in the transfer that a message is about; `sibling`: with another rank of our instance."""
     if sibling:
         return "target"
-    if isinstance(body, (Abort, AbortAck)):
-        named_us = (how == "heard") == isinstance(
-            body, Abort
-        )  # an abort names its receiver's role, an answer its sender's
-        return body.role if named_us else _OTHER[body.role]
-    return "source" if isinstance(body, (Offer, Grants, Complete)) == (how == "heard") else "target"
+    heard = how == "heard"
+    if isinstance(body, Abort):  # it names its receiver's role
+        return body.role if heard else _OTHER[body.role]
+    return "source" if isinstance(body, (Offer, Grants, Complete)) == heard else "target"
+
+
+@cache
+def _event_name(kind: type, how: str) -> str:
+    name = kind.__name__.lower()
+    return f"{_SAID.get(name, name)} {how}"
+
+
+@lru_cache(maxsize=4096)
+def _peer_name(peer: Peer | None) -> str:
+    return str(peer) if peer else ""
 
 
 def _wanted(call: SendCall | ExtendCall | ReceiveCall) -> str:

@@ -18,8 +18,8 @@ from kvferry.observe.waits import states
 from kvferry.session.machine import Machine
 from kvferry.session.messages import Peer
 
-SILENT_S = 1.0
-"""A peer that is waited for and has said nothing for so long counts as silent."""
+SILENT_S = 1.5
+"""A peer that is waited for and has said nothing for so long counts as silent here: it is asked every second."""
 WAITED_FOR = 32
 """Peers that are told apart in one family, those waited for longest; more could make too many time series."""
 
@@ -61,6 +61,7 @@ class Snapshots:
             Sample("kvferry_leases", (), machine.core.ledger.leases),
             Sample("kvferry_pieces_quarantined", (), counts["pieces_quarantined"]),
             *_peers(machine, running),
+            Sample("kvferry_messages_repeated_total", (), machine.core.delivery.repeated),
             *refusals(machine.core.counters),
             Sample("kvferry_log_records_lost_total", (), observer.log.lost),
         ]
