@@ -15,6 +15,7 @@ COMMANDS = {
     "bench": "measure what planning and moving cost",
     "completion": "print what makes a shell complete this command's words",
     "demo": "move a real model's KV cache between processes and compare the decoded text with a plain run",
+    "doctor": "look for what is wrong on this machine, with the registry and with each worker, and say what to do",
     "keys": "make the keys by which the members of a deployment know each other",
     "layout": "write the instance document of a model and an engine, from the model's config.json",
     "plan": "show who sends what to whom between two instances, or the copies of one request",

@@ -12,10 +12,11 @@ from typing import Any
 
 from kvferry.cli.bench_transfer.cases import CASES, CURVE, CURVE_RUN_BYTES, longest_run
 from kvferry.cli.bench_transfer.costs import costs_of, save
-from kvferry.cli.bench_transfer.crew import Crew
 from kvferry.cli.bench_transfer.measure import Order, measure
 from kvferry.cli.bench_transfer.plot import draw
 from kvferry.cli.bench_transfer.table import as_json, as_text
+from kvferry.cli.bench_transfer.worker import Worker
+from kvferry.cli.crew import Crew
 from kvferry.cli.progress import Progress
 from kvferry.errors import DocumentError, TransportUnavailable
 from kvferry.transport.costs import costs_file
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     order = order_of(args)
     plot = _plot_path(args.plot)
     load_before = os.getloadavg()[0]
-    with Progress(sys.stderr) as progress, Crew() as crew:
+    with Progress(sys.stderr) as progress, Crew("bench worker", Worker) as crew:
         progress.total = order.steps
 
         def step(text: str) -> None:

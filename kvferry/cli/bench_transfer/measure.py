@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvferry.cli.bench_transfer.cases import CURVE, EQUAL, SPLIT, TABLE, WIRE, Scenario, of_run_length
-from kvferry.cli.bench_transfer.crew import Crew, Member, answers, every
 from kvferry.cli.bench_transfer.raw import cut
 from kvferry.cli.bench_transfer.worker import Stages
+from kvferry.cli.crew import Crew, Member, answers, every
 from kvferry.errors import EngineError, WorkerFailed
 from kvferry.layout.address import U64, Address
 from kvferry.plan.bind import Copies

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 
 import numpy as np
 
 from kvferry.cli.bench_transfer.cases import GROUP, Scenario, SideName
 from kvferry.cli.bench_transfer.pool import WorkerPool
 from kvferry.cli.bench_transfer.raw import Card, Reader, Writer, open_reader, open_writer
-from kvferry.errors import KVFerryError
 from kvferry.layout.address import Address
 from kvferry.layout.document import Instance
 from kvferry.layout.request import Wanted
@@ -211,18 +208,3 @@ class Worker:
     def endpoint(self) -> Endpoint:
         assert self._endpoint is not None
         return self._endpoint
-
-
-def serve(pipe: Connection) -> None:
-    """Obey (name, arguments) until the pipe is closed; answer (True, value) or (False, what went wrong)."""
-    worker = Worker()
-    with suppress(EOFError, OSError):
-        while True:
-            name, arguments = pipe.recv()
-            command: Callable[..., object] = getattr(worker, name)
-            try:
-                pipe.send((True, command(*arguments)))
-            except KVFerryError as error:
-                pipe.send((False, str(error)))
-            except Exception as error:
-                pipe.send((False, f"{type(error).__name__}: {error}"))

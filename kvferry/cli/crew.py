@@ -1,27 +1,28 @@
-"""The worker processes as the benchmark sees them: started once, used for every case, gone with it."""
+"""Worker processes of a command: each holds one object and obeys (method, arguments) through a pipe; gone with it."""
 
 from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from typing import Any
 
-from kvferry.cli.bench_transfer.worker import serve
-from kvferry.errors import EngineError, WorkerFailed
+from kvferry.errors import EngineError, KVFerryError, WorkerFailed
 
 ANSWER_S = 180.0
 
 
 class Member:
-    """One process."""
+    """One process. `make`, a function or class that can be pickled, is called there and gives the object."""
 
-    def __init__(self, number: int) -> None:
-        self.name = f"bench worker {number}"
+    def __init__(self, name: str, make: Callable[[], object]) -> None:
+        self.name = name
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs,), name=self.name, daemon=True)
+        self._process = context.Process(target=serve, args=(theirs, make), name=self.name, daemon=True)
         # an interrupt is for the process that was asked to stop; it ends the others, which inherit the mask
         resource_tracker.ensure_running()  # before: starting it lifts the mask
         held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -62,12 +63,13 @@ class Member:
 class Crew:
     """As many processes as the largest case so far has needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, make: Callable[[], object]) -> None:
+        self._name, self._make = name, make
         self._members: list[Member] = []
 
     def take(self, count: int) -> list[Member]:
         while len(self._members) < count:
-            self._members.append(Member(len(self._members)))
+            self._members.append(Member(f"{self._name} {len(self._members)}", self._make))
         return self._members[:count]
 
     def __enter__(self) -> Crew:
@@ -97,3 +99,18 @@ def answers(members: Sequence[Member]) -> list[Any]:
     if failed is not None:
         raise failed
     return found
+
+
+def serve(pipe: Connection, make: Callable[[], object]) -> None:
+    """Obey (name, arguments) until the pipe is closed; answer (True, value) or (False, what went wrong)."""
+    worker = make()
+    with suppress(EOFError, OSError):
+        while True:
+            name, arguments = pipe.recv()
+            command: Callable[..., object] = getattr(worker, name)
+            try:
+                pipe.send((True, command(*arguments)))
+            except KVFerryError as error:
+                pipe.send((False, str(error)))
+            except Exception as error:
+                pipe.send((False, f"{type(error).__name__}: {error}"))
