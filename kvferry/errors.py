@@ -65,7 +65,9 @@ class KeysError(KVFerryError):
 
 @dataclass(frozen=True)
 class Where:
-    """What a transfer's terminal error is about. `peer` is `instance/generation/rank`, empty where none is known."""
+    """What a transfer's terminal error is about. `peer` is `instance/generation/rank`; only the
+    instance where no worker of it is known yet, empty where not even that is.
+    """
 
     transfer: str
     peer: str
@@ -78,12 +80,13 @@ class Where:
 
 
 class TransferError(KVFerryError):
-    """A transfer ended without success."""
+    """A transfer ended without success. `advice`: what to do or to check now."""
 
-    def __init__(self, where: Where, problem: str) -> None:
-        super().__init__(f"{where}: {problem}")
+    def __init__(self, where: Where, problem: str, advice: str = "") -> None:
+        super().__init__(f"{where}: {problem}" + (f"; {advice}" if advice else ""))
         self.where = where
         self.problem = problem
+        self.advice = advice
 
 
 class TransferTimeout(TransferError):

@@ -47,6 +47,23 @@ ERRORS: dict[FailureKind, type[TransferError]] = {
 }
 
 
+ADVICE: dict[FailureKind, str] = {
+    "aborted": "nothing was committed; if it is still wanted, start it again under a new id",
+    "refused": "nothing was committed; change what is named here, and start it again under a new id",
+    "lost": "nothing was committed; start it again under a new id: the peer's next start is found at once",
+    "corrupted": "don't use these pages: compute the prompt again, and check memory and network between the two",
+}
+LATE: dict[str, str] = {
+    "preparing": "check that all workers of both instances run and register at the registry that was named",
+    "matching": "check that the other side has been given this request, under the same id",
+    "moving": "check that the peer runs, how busy it is, and the network between",
+    "landing": "check how busy this worker is",
+    "verifying": "check how busy this worker is",
+    "committing": "check that every rank of the target has been given this request, and runs",
+}
+"""What to check where the deadline has passed, by phase."""
+
+
 def kind_of(error: KVFerryError) -> FailureKind:
     """How an error is told to peers: a transport that fails is a lost peer, what is no end of a transfer a refusal."""
     if isinstance(error, TransportError):
@@ -54,10 +71,21 @@ def kind_of(error: KVFerryError) -> FailureKind:
     return next((kind for kind, known in ERRORS.items() if isinstance(error, known)), "refused")
 
 
+def advice(kind: FailureKind, phase: str) -> str:
+    return LATE.get(phase, "") if kind == "timeout" else ADVICE[kind]
+
+
 def failure(kind: FailureKind, where: Where, problem: str, cause: BaseException | None = None) -> TransferError:
-    error = ERRORS[kind](where, problem)
+    error = ERRORS[kind](where, problem, advice(kind, where.phase))
     error.__cause__ = cause
     return error
+
+
+def told_by(peer: Peer, body: Abort) -> str:
+    """The problem, as our own caller is told it."""
+    if body.kind == "aborted":
+        return body.reason if body.reason.startswith("aborted by ") else f"aborted by {peer}: {body.reason}"
+    return f"{peer} says: {body.reason}"
 
 
 @dataclass

@@ -198,7 +198,7 @@ class Machine:
             self.core.on_abort_ack(peer, body)
 
     def _abort(self, event: AbortCall) -> None:
-        reason = event.reason or "aborted by this side's caller"
+        reason = event.reason or "by its caller, without a reason"
         if event.role == "target" and event.transfer in self.targets.running:
             self.targets.fail(self.targets.running[event.transfer], "aborted", reason, None)
         elif event.role == "source" and event.transfer in self.sources.running:

@@ -11,7 +11,7 @@ from kvferry.layout.document import Group, Instance
 from kvferry.layout.request import Side, Wanted
 from kvferry.plan.dense import Chunk, chunk_bytes
 from kvferry.plan.route import Box
-from kvferry.session.core import ATTEMPT, EARLY_LIMIT, Core, Memory, failure, kind_of
+from kvferry.session.core import ATTEMPT, EARLY_LIMIT, Core, Memory, failure, kind_of, told_by
 from kvferry.session.events import (
     CancelWrites,
     Ended,
@@ -222,9 +222,9 @@ class Sources:
         key = (body.transfer, peer)
         o = self.running.get(body.transfer)
         if o is not None and (not o.takers or any(peer.instance == taker.instance for taker in o.takers)):
-            self.fail(body.transfer, body.kind, body.reason, peer)
+            self.fail(body.transfer, body.kind, told_by(peer, body), peer)
         elif o is None and body.transfer not in self._past:
-            self._past.add(body.transfer, (body.kind, body.reason))
+            self._past.add(body.transfer, (body.kind, told_by(peer, body)))
         self._acks_owed.add(key)
         self._acknowledge(*key)
 
@@ -239,7 +239,8 @@ class Sources:
     ) -> None:
         core = self._core
         o = self.running.pop(transfer)
-        where = Where(transfer, str(peer) if peer else "", o.phase, core.now - o.started_s)
+        who = str(peer) if peer else ", ".join(map(str, list(o.takers)[:4]))
+        where = Where(transfer, who, o.phase, core.now - o.started_s)
         if transfer not in self._past:
             self._past.add(transfer, (kind, problem))
         core.delivery.drop(transfer, SOURCE_SAYS)
@@ -269,6 +270,8 @@ class Sources:
             detail = "no target has made an offer" if not o.takers else f"still waiting for {waiting or 'other takers'}"
             if not o.last:
                 detail += "; extend() was never called with last=True"
+            quiet_s = self._core.delivery.silent_s(waiting) if waiting else 0.0
+            detail += f"; no word from {waiting} for {quiet_s:.1f} s" if quiet_s else ""
             self.fail(transfer, "timeout", f"the deadline of {span_s:g} s has passed; {detail}", waiting)
 
     def runs_with(self, peer: Peer) -> bool:

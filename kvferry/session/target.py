@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
 
 from kvferry.errors import IncompatibleError, Where
 from kvferry.layout.address import Address
 from kvferry.plan.digest import add
-from kvferry.plan.prove import Proof
 from kvferry.plan.route import check_compatible
-from kvferry.session.core import ATTEMPT, EARLY_LIMIT, Core, Memory, failure, kind_of
+from kvferry.session.core import ATTEMPT, EARLY_LIMIT, Core, Memory, failure, kind_of, told_by
 from kvferry.session.events import (
     Allow,
     Ended,
@@ -28,11 +26,12 @@ from kvferry.session.events import (
     Scatter,
     Scattered,
     ScatterFailed,
-    Shipment,
     Verified,
     Verify,
     VerifyFailed,
 )
+from kvferry.session.farewell import Farewells
+from kvferry.session.incoming import Flow, Incoming, peers_of, waits_for
 from kvferry.session.messages import (
     Abort,
     ChunkDone,
@@ -47,52 +46,12 @@ from kvferry.session.messages import (
     Peer,
     Ready,
 )
-from kvferry.session.registry import Entry
 from kvferry.session.slots import Lease
 from kvferry.session.source import covered
 
 EARLY_KEEP_S = 600.0
 TARGET_SAYS = (Offer, Grants, Landed)
 """What a target says of a transfer that runs."""
-
-
-@dataclass
-class Flow:
-    """What one source worker brings."""
-
-    shipment: Shipment
-    unready: list[int]  # pieces that the source doesn't have yet
-    waiting: deque[int] = field(default_factory=deque)  # pieces that are ready, without a slot yet
-    granted: dict[int, Lease] = field(default_factory=dict)
-    ready: bool = False  # all of it is there, the source has checked
-    landed: int = 0
-
-    @property
-    def done(self) -> bool:
-        return self.ready and self.landed == len(self.shipment.pieces)
-
-
-@dataclass
-class Incoming:
-    call: ReceiveCall
-    started_s: float
-    deadline_s: float
-    phase: str = "preparing"
-    found: dict[tuple[str, str], tuple[Entry, ...]] = field(default_factory=dict)  # by (registry, instance)
-    problem: str = ""
-    sources: tuple[Peer, ...] = ()
-    ranks: tuple[Peer, ...] = ()  # of our own instance, us included
-    planning: bool = False
-    flows: dict[Peer, Flow] = field(default_factory=dict)
-    landed: set[Peer] = field(default_factory=set)  # the leader's list
-    scattering: dict[tuple[Peer, int], Lease] = field(default_factory=dict)
-    error: Ended | None = None
-    proof: Proof | None = None
-    digest: Digest | None = None
-    verified: bool = False
-    sums: dict[tuple[str, int], int] = field(default_factory=dict)  # by (group, layer), as the sources say
-    bytes: int = 0
-    copies: int = 0
 
 
 class Targets:
@@ -105,6 +64,7 @@ class Targets:
         self._early: dict[str, tuple[set[Peer], float]] = {}  # Landed before our own receive()
         self._turns: deque[tuple[str, Peer]] = deque()
         self._own = ("", core.me.instance)  # (registry, instance)
+        self._farewells = Farewells(core)
 
     # the call, rendezvous, handshake, plan
 
@@ -113,32 +73,31 @@ class Targets:
         t = Incoming(call, core.now, core.now + call.timeout_s)
         if call.transfer in self._past:
             past = self._past[call.transfer] or ("refused", "this transfer id has been used before; ids are unique")
-            return self._end(t, Ended("target", call.transfer, error=failure(past[0], self._where(t, ""), past[1])))
-        self.running[call.transfer] = t
+            return self._end(t, Ended("target", call.transfer, error=failure(past[0], self._where(t), past[1])))
         if call.source == core.me.instance:
-            return self.fail(
-                t, "refused", f"{call.source!r} is this worker's own instance; name the prefill instance", None
-            )
-        names = [(call.registry, call.source)] if call.connect_only else [(call.registry, call.source), self._own]
-        core.out += [Lookup(name, t.deadline_s, registry) for registry, name in names]
+            problem = f"{call.source!r} is this worker's own instance; name the prefill instance"
+            return self._end(t, Ended("target", call.transfer, error=failure("refused", self._where(t), problem)))
+        self.running[call.transfer] = t
+        core.out += [Lookup(name, t.deadline_s, registry) for registry, name in t.names(self._own)]
         t.problem = f"the registry has not answered about {call.source!r}"
 
     def found(self, event: Found) -> None:
+        self._farewells.found(event)
         for t in list(self.running.values()):
             key = (event.registry, event.instance)
-            if t.phase == "preparing" and not t.planning and key in ((t.call.registry, t.call.source), self._own):
+            if t.phase == "preparing" and not t.planning and key in t.names(self._own):
                 t.found.setdefault(key, event.entries)
                 self.advance(t)
 
     def not_found(self, event: NotFound) -> None:
         for t in self.running.values():
             key = (event.registry, event.instance)
-            waits = key in ((t.call.registry, t.call.source), self._own) and key not in t.found
-            if t.phase == "preparing" and waits:
+            if t.phase == "preparing" and key in t.names(self._own) and key not in t.found:
                 t.problem = event.problem
 
     def handshaken(self, peer: Peer) -> None:
         """A handshake with `peer` has ended, well or badly."""
+        self._farewells.handshaken(peer)
         for t in list(self.running.values()):
             if t.phase == "preparing" and (peer in t.sources or peer in t.ranks):
                 self.advance(t)
@@ -147,15 +106,15 @@ class Targets:
         """Go on as far as what is known allows: registry → handshakes → plan."""
         core, call = self._core, t.call
         source = t.found.get((call.registry, call.source))
-        own: tuple[Entry, ...] | None = () if call.connect_only else t.found.get(self._own)
+        own = () if call.connect_only else t.found.get(self._own)
         if source is None or own is None or t.planning:
             return
-        if not call.connect_only and core.me not in _peers(own):
+        if not call.connect_only and core.me not in peers_of(own):
             t.problem = f"the registry does not list this worker, {core.me}; was it superseded by a later start?"
             del t.found[self._own]
             core.out.append(Lookup(core.me.instance, t.deadline_s))
             return
-        t.sources, t.ranks = _peers(source), _peers(own)
+        t.sources, t.ranks = peers_of(source), peers_of(own)
         absent = []
         for peer, entry in zip(t.sources + t.ranks, (*source, *own)):
             if peer == core.me or core.knows(peer, entry.key):
@@ -376,17 +335,17 @@ class Targets:
     def on_abort(self, peer: Peer, body: Abort) -> None:
         t = self.running.get(body.transfer)
         if t is not None and (peer in t.sources or peer in t.ranks or peer.instance in self._names(t)):
-            return self.fail(t, body.kind, body.reason, peer)
+            return self.fail(t, body.kind, told_by(peer, body), peer)
         if t is None and body.transfer not in self._past and peer.instance == self._core.me.instance:
             self._early.pop(body.transfer, None)
-            self._past.add(body.transfer, (body.kind, body.reason))
+            self._past.add(body.transfer, (body.kind, told_by(peer, body)))
 
     def fail(
         self, t: Incoming, kind: FailureKind, problem: str, peer: Peer | None, cause: BaseException | None = None
     ) -> None:
         """End this side, tell everyone; slots whose writers are in doubt go into quarantine."""
         core, transfer = self._core, t.call.transfer
-        error = failure(kind, self._where(t, str(peer) if peer else ""), problem, cause)
+        error = failure(kind, self._where(t, peer), problem, cause)
         t.error = Ended("target", transfer, error=error)
         del self.running[transfer]
         for lease in [lease for flow in t.flows.values() for lease in flow.granted.values()]:
@@ -399,18 +358,14 @@ class Targets:
                 core.ledger.release(lease)
         core.delivery.drop(transfer, TARGET_SAYS)
         if not t.call.connect_only:
-            for source in t.sources:
-                if source in core.known:
-                    core.abort(source, "source", transfer, kind, problem)
-            for rank in t.ranks:
-                if rank in core.known and rank != peer:
-                    core.abort(rank, "target", transfer, kind, problem)
+            self._farewells.add(t, self._own, kind, problem, peer if peer in t.ranks else None)
         if t.scattering:
             self.ending[transfer] = t
         else:
             self._end(t, t.error)
 
     def died(self, peer: Peer, how: str) -> None:
+        self._farewells.died(peer)
         for t in list(self.running.values()):
             if peer in t.sources or peer in t.ranks:
                 self.fail(t, "lost", how, peer)
@@ -435,22 +390,16 @@ class Targets:
                 del self.held[transfer]
                 self._core.out.append(Released(transfer))
         for t in [t for t in self.running.values() if t.deadline_s <= now]:
-            waiting = next((peer for peer, flow in t.flows.items() if not flow.done), None)
-            problem = f"the deadline of {t.call.timeout_s} s has passed"
-            if t.phase == "preparing" and t.problem:
-                problem += f"; {t.problem}"
-            elif waiting is not None:
-                problem += f"; still waiting for {waiting}" + ("" if t.flows[waiting].ready else " to send()")
-            elif t.phase == "committing":
-                late = [str(peer) for peer in t.ranks if peer not in t.landed and peer != self._core.me]
-                problem += f"; landed here, still waiting for target ranks: {', '.join(late)}"
+            waiting, what = waits_for(t, self._core.me, self._core.delivery.silent_s)
+            problem = f"the deadline of {t.call.timeout_s:g} s has passed; {what}"
             self.fail(t, "timeout", problem, waiting)
         for transfer in [key for key, (_, end_s) in self._early.items() if end_s <= now]:
             del self._early[transfer]
+        self._farewells.tick()
 
     def next_s(self) -> float:
-        deadlines = min((t.deadline_s for t in self.running.values()), default=math.inf)
-        return min((end_s for _, end_s in self._early.values()), default=deadlines) if self._early else deadlines
+        deadlines = (t.deadline_s for t in self.running.values())
+        return min(*deadlines, *(end_s for _, end_s in self._early.values()), self._farewells.next_s(), math.inf)
 
     def runs_with(self, peer: Peer) -> bool:
         return any(peer in t.sources or peer in t.ranks for t in self.running.values())
@@ -467,9 +416,5 @@ class Targets:
         """Instances whose workers take part, while it is not known yet which workers those are."""
         return () if t.sources else (t.call.source, self._core.me.instance)
 
-    def _where(self, t: Incoming, peer: str) -> Where:
-        return Where(t.call.transfer, peer, t.phase, self._core.now - t.started_s)
-
-
-def _peers(entries: tuple[Entry, ...]) -> tuple[Peer, ...]:
-    return tuple(Peer(entry.instance, entry.generation, entry.rank) for entry in entries)
+    def _where(self, t: Incoming, peer: Peer | None = None) -> Where:
+        return Where(t.call.transfer, str(peer or t.who), t.phase, self._core.now - t.started_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.errors import KVFerryError, TransportError
@@ -30,7 +31,7 @@ from kvferry.session.events import (
     Written,
 )
 from kvferry.session.machine import Machine
-from kvferry.session.messages import Card, Peer, decode, encode
+from kvferry.session.messages import Card, Message, Peer, decode, encode
 from kvferry.session.prepare import Preparer
 from kvferry.session.registry import Entry
 from tests.session.pools import Shape, WorkerPool, instance, table
@@ -66,6 +67,8 @@ class Sim:
     wanted: dict[tuple[Peer, str], set[tuple[Peer, int]]] = field(default_factory=dict)
 
     takers: dict[tuple[Peer, str], set[int]] = field(default_factory=dict)
+    lose: Callable[[Peer, Peer, Message], bool] = lambda sender, recipient, body: False
+    asked: list[tuple[Peer, Lookup]] = field(default_factory=list)  # of registries that don't know yet
 
     def __post_init__(self) -> None:
         self.entries: dict[str, tuple[Entry, ...]] = {}
@@ -115,9 +118,19 @@ class Sim:
                     if job.owner == peer and isinstance(job.action, Write) and job.action.transfer == action.transfer:
                         job.cancelled = True
             elif isinstance(action, Lookup):
-                self.event(peer, Found(action.instance, self.entries[action.instance]))
+                self.asked.append((peer, action))
+                self.find()
             elif isinstance(action, Ended):
                 self.ended.append((peer, action, self.now))
+
+    def find(self) -> None:
+        """Answer the lookups that can be."""
+        asked, self.asked = self.asked, []
+        for peer, lookup in asked:
+            if lookup.instance in self.entries:
+                self.event(peer, Found(lookup.instance, self.entries[lookup.instance], lookup.registry))
+            else:
+                self.asked.append((peer, lookup))
 
     def kill(self, peer: Peer) -> None:
         del self.machines[peer]
@@ -140,8 +153,8 @@ class Sim:
         data = messages.pop(self.rng.randrange(len(messages)) if self.reorder else 0)
         if self.rng.random() < self.duplicate:
             messages.insert(0, data)
-        if self.rng.random() >= self.drop:
-            envelope = decode(data)
+        envelope = decode(data)
+        if self.rng.random() >= self.drop and not self.lose(line[0], line[1], envelope.body):
             self.event(line[1], Received(envelope.sender, envelope.recipient, envelope.body, envelope.place))
         return True
 
