@@ -1,4 +1,7 @@
-"""A transfer that ends here before its peers are known still ends at them: they are looked up, greeted and told."""
+"""A transfer that ends here before its peers are known still ends at them: they are looked up, greeted and told.
+
+After its deadline only those that are known are told: who has not answered by then is not waited for once more.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,8 @@ class Farewells:
         farewell = _Farewell(t.call.transfer, kind, reason, until_s, set(t.names(own)) - t.found.keys(), but)
         for entries in t.found.values():
             self._tell(farewell, entries)
+        if kind == "timeout":
+            return
         if (farewell.names or farewell.waiting) and len(self._open) < FAREWELL_LIMIT:
             self._open[t.call.transfer] = farewell
             core.out += [Lookup(instance, until_s, registry) for registry, instance in sorted(farewell.names)]
@@ -77,6 +82,8 @@ class Farewells:
                 continue
             if core.knows(peer, entry.key):
                 self._say(farewell, peer)
+                continue
+            if farewell.kind == "timeout":
                 continue
             core.hello(peer, entry.address, entry.key, farewell.until_s)
             if core.problems.pop(peer, None) is None:
