@@ -54,6 +54,7 @@ from kvferry.session.messages import (
     Goodbye,
     Grants,
     Hello,
+    Message,
     Offer,
     Peer,
     Role,
@@ -236,7 +237,7 @@ class Observer:
             self._newest[action.peer, "sent"] = max(number, last)
         self._said(action.peer, action.body, now, "repeated" if 0 < number <= last else "sent")
 
-    def _said(self, peer: Peer, body: Any, now: float, how: str) -> None:
+    def _said(self, peer: Peer, body: Message, now: float, how: str) -> None:
         event = _event_name(type(body), how)
         if isinstance(body, (Hello, Welcome, Goodbye)):
             return self.log.add(now, event, peer=_peer_name(peer))
@@ -251,8 +252,8 @@ class Observer:
         elif isinstance(body, Grants):
             self._granted(peer, body, now, event, role, how)
         elif isinstance(body, ChunkDone):
-            self._merge(now, event, role, transfer, peer, body.bytes, 1)
-            if how == "heard":
+            if how == "heard":  # what is sent is `written` at this moment
+                self._merge(now, event, role, transfer, peer, body.bytes, 1)
                 self._landed_in_pages(transfer, now)
         elif isinstance(body, Abort):
             self._add(now, event, role, transfer, peer, values={"kind": body.kind, "reason": body.reason})
@@ -395,7 +396,7 @@ class Observer:
         self.log.add(now, "pages released", action.transfer, "target")
 
 
-def _role(body: Any, how: str, sibling: bool) -> Role:
+def _role(body: Message, how: str, sibling: bool) -> Role:
     """Our role in the transfer that a message is about; `sibling`: with another rank of our instance."""
     if sibling:
         return "target"
