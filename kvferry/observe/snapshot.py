@@ -22,6 +22,8 @@ SILENT_S = 1.5
 """A peer that is waited for and has said nothing for so long counts as silent here: it is asked every second."""
 WAITED_FOR = 32
 """Peers that are told apart in one family, those waited for longest; more could make too many time series."""
+LIVE: set[Snapshots] = set()
+"""Of the endpoints of this process that are open."""
 
 
 class Snapshots:

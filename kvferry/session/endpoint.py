@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import zmq
 
@@ -30,6 +31,9 @@ from kvferry.layout.address import Address
 from kvferry.layout.document import Instance
 from kvferry.layout.request import Side, Wanted
 from kvferry.observe.observer import Observer
+from kvferry.observe.outlet import Outlet, tells
+from kvferry.observe.records import encode_log
+from kvferry.observe.snapshot import Snapshots
 from kvferry.session.choices import GATHER, Gather, Landing, check_landing, check_worker, own_registry, registry_at
 from kvferry.session.events import (
     AbortCall,
@@ -97,6 +101,9 @@ class Endpoint:
 
     `host` is the IPv4 address of this machine that is bound and that peers use; with `keys` it may be any, without only
     one on loopback. Where they aren't given they come from KVFERRY_HOST and KVFERRY_KEYS, see docs/security.md.
+
+    `trace` is a folder for the logs of failed transfers (else KVFERRY_TRACE, else they aren't written), `metrics` the
+    HOST:PORT where rank 0 answers Prometheus, the others at the ports after it (else KVFERRY_METRICS, else nowhere).
     """
 
     def __init__(
@@ -118,8 +125,11 @@ class Endpoint:
         staging_base: Address | None = None,
         ttl_s: float = 10.0,
         early_s: float = EARLY_MAX_S,
+        trace: Path | str | None = None,
+        metrics: str | None = None,
     ) -> None:
         at = access(host, keys)
+        told = tells(trace, metrics, rank, at.keys is not None)
         home = own_registry(registry, at)
         check_worker(instance, rank, world)
         check_landing(slots, slot_bytes, gather, landing)
@@ -160,6 +170,8 @@ class Endpoint:
         self._closed = self._closing = False
         entry = Entry(instance.instance, self._me.generation, rank, world, address, key)
         self._at = at
+        self._snapshots = Snapshots(self._machine, self._observer, self._lock)
+        self._outlet = Outlet(self._me, self._observer, self._snapshots, self._lock, told)
         self._rendezvous = Rendezvous(home, entry, ttl_s, self._post)
         self._thread = threading.Thread(target=self._run, name="kvferry-control", daemon=True)
         self._thread.start()
@@ -176,15 +188,16 @@ class Endpoint:
         layers: Iterable[int] | None = None,
         last: bool = True,
         fence: Fence | None = None,
+        request: str = "",
     ) -> Transfer:
         """Prefill: these tokens are ready in these pages, which are read until the transfer ends, however it ends.
 
         `last=False`: only these tokens, of these `layers` (None: of all), are there yet; `extend` says what is added.
         `fence` is called before pages named here are read, perhaps more than once and on any thread, and returns when
-        they may be.
+        they may be. `request` is the caller's own name of it, for `kvferry trace`.
         """
         chosen = None if layers is None else tuple(layers)
-        return self._start("source", SendCall(transfer, groups, tables, timeout_s, chosen, last, fence))
+        return self._start("source", SendCall(transfer, groups, tables, timeout_s, chosen, last, fence), request)
 
     def extend(
         self,
@@ -212,17 +225,19 @@ class Endpoint:
         timeout_s: float,
         registry: str = "",
         piece_tokens: int = 0,
+        request: str = "",
     ) -> Transfer:
         """Decode: fetch these tokens from instance `source` into these pages. Every rank of this instance calls it.
 
         The pages may be used when the transfer is done, and are untouched from the moment it has failed. `registry` is
         the URL of the registry that knows `source`, if that is not this endpoint's own. `piece_tokens`: tokens that
         travel together at most, so that a source which sends in steps is taken as it goes; 0 leaves it to the slots.
+        `request` is the caller's own name of it, for `kvferry trace`.
         """
         if piece_tokens < 0:
             raise DocumentError("piece_tokens", f"must be ≥ 0, got {piece_tokens}")
         call = ReceiveCall(transfer, source, groups, tables, timeout_s, registry=registry, piece_tokens=piece_tokens)
-        return self._start("target", call)
+        return self._start("target", call, request)
 
     def connect(self, source: str, *, timeout_s: float, registry: str = "") -> None:
         """Shake hands with every worker of `source` now. IncompatibleError; TransferTimeout if it is not there."""
@@ -262,6 +277,10 @@ class Endpoint:
         with self._lock:
             return self._machine.stats()
 
+    def trace(self) -> bytes:
+        """What happened here, what runs and what it waits for, and the numbers: a kvferry-trace/1 log, JSON lines."""
+        return encode_log(self._snapshots.take())
+
     def links(self) -> dict[str, str]:
         """By peer that we have written to: which transport moves the bytes, and why that one."""
         return self._jobs.links()
@@ -275,6 +294,7 @@ class Endpoint:
         self._rendezvous.close()
         self._post(None)
         self._thread.join()
+        self._outlet.close(CLOSE_S)
         stopped = self._jobs.close(CLOSE_S)
         self._transport.close()
         if stopped and not self._machine.stats()["slots_quarantined"]:
@@ -299,7 +319,7 @@ class Endpoint:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, role: Role, call: SendCall | ReceiveCall) -> Transfer:
+    def _start(self, role: Role, call: SendCall | ReceiveCall, request: str = "") -> Transfer:
         if not 1 <= len(call.transfer) <= 256:
             raise DocumentError("transfer", f"an id has 1 … 256 characters, got {len(call.transfer)}")
         if not (0 < call.timeout_s <= 1e6):
@@ -314,6 +334,7 @@ class Endpoint:
             if (role, call.transfer) in self._transfers:
                 raise TransferRefused(Where(call.transfer, "", "matching", 0.0), "this id is in use; ids are unique")
             self._transfers[role, call.transfer] = transfer
+            self._observer.called(role, call.transfer, request)
         self._post(call)
         return transfer
 

@@ -110,7 +110,9 @@ class WorkerSide:
 
     def _send(self, order: SendOrder) -> Transfer:
         groups = {name: Wanted((self._first(kind, order.blocks), order.tokens)) for name, kind in self._kinds.items()}
-        return self._endpoint.send(order.transfer, groups, self._side(order.blocks), timeout_s=self._lease_s)
+        return self._endpoint.send(
+            order.transfer, groups, self._side(order.blocks), timeout_s=self._lease_s, request=order.request
+        )
 
     def _first(self, kind: str, blocks: Blocks) -> int:
         """The first token that every layer of this kind still has."""
@@ -130,6 +132,7 @@ class WorkerSide:
             self._side(order.blocks),
             timeout_s=self._timeout_s,
             registry=order.registry,
+            request=order.request,
         )
 
     def _side(self, blocks: Blocks) -> Side:
