@@ -230,8 +230,8 @@ def _after(seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
     return slower
 
 
-def serve(pipe: Connection) -> None:
-    worker = Worker()
+def serve(pipe: Connection, kind: type[Worker]) -> None:
+    worker = kind()
     while True:
         try:
             name, args, options = pipe.recv()
@@ -252,12 +252,12 @@ class RemoteError(Exception):
 
 
 class Member:
-    """The test's handle on one worker process."""
+    """The test's handle on one worker process, which holds a `kind`."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[Worker] = Worker) -> None:
         context = mp.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self.process = context.Process(target=serve, args=(theirs, kind), daemon=True)
         self.process.start()
         theirs.close()
 
