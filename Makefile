@@ -8,7 +8,7 @@ NIXL_READY := $(VENV)/.nixl-ready
 DOCS_READY := $(DOCS_VENV)/.ready
 PIP_INSTALL := -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test test-transports test-vllm test-sglang test-engines test-engines-nixl test-demo test-long lint docs clean
+.PHONY: demo test test-transports test-vllm test-sglang test-engines test-engines-nixl test-demo test-faults test-long lint docs clean
 
 demo: $(READY)
 	$(BIN)/kvferry demo
@@ -43,6 +43,10 @@ test-engines-nixl:
 # the demo's model through every pair of settings that the project promises
 test-demo: $(READY)
 	$(BIN)/python -m pytest -m "slow and not vllm and not sglang" tests/cli tests/engines
+
+# real processes that are killed, stopped, cut off or aborted in each phase; every two values of two axes meet
+test-faults: $(NIXL_READY)
+	$(BIN)/python -m pytest -rs -m faults tests/faults
 
 # everything else that is marked slow
 test-long: $(READY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ class Incoming:
     problem: str = ""
     sources: tuple[Peer, ...] = ()
     ranks: tuple[Peer, ...] = ()  # of our own instance, us included
+    look_again_s: float = math.inf  # when the registry is asked again, while somebody has not answered our hello
     planning: bool = False
     flows: dict[Peer, Flow] = field(default_factory=dict)
     landed: set[Peer] = field(default_factory=set)  # the leader's list
@@ -53,6 +55,10 @@ class Incoming:
     sums: dict[tuple[str, int], int] = field(default_factory=dict)  # by (group, layer), as the sources say
     bytes: int = 0
     copies: int = 0
+
+    @property
+    def due_s(self) -> float:
+        return min(self.deadline_s, self.look_again_s)
 
     @property
     def who(self) -> str:

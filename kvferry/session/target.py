@@ -50,6 +50,8 @@ from kvferry.session.slots import Lease
 from kvferry.session.source import covered
 
 EARLY_KEEP_S = 600.0
+LOOK_AGAIN_S = 0.5
+"""Who does not answer our hello may have been started again since the registry told us of it."""
 TARGET_SAYS = (Offer, Grants, Landed)
 """What a target says of a transfer that runs."""
 
@@ -78,15 +80,18 @@ class Targets:
             problem = f"{call.source!r} is this worker's own instance; name the prefill instance"
             return self._end(t, Ended("target", call.transfer, error=failure("refused", self._where(t), problem)))
         self.running[call.transfer] = t
-        core.out += [Lookup(name, t.deadline_s, registry) for registry, name in t.names(self._own)]
+        self._look_up(t)
         t.problem = f"the registry has not answered about {call.source!r}"
+
+    def _look_up(self, t: Incoming) -> None:
+        self._core.out += [Lookup(name, t.deadline_s, registry) for registry, name in t.names(self._own)]
 
     def found(self, event: Found) -> None:
         self._farewells.found(event)
         for t in list(self.running.values()):
             key = (event.registry, event.instance)
             if t.phase == "preparing" and not t.planning and key in t.names(self._own):
-                t.found.setdefault(key, event.entries)
+                t.found[key] = event.entries
                 self.advance(t)
 
     def not_found(self, event: NotFound) -> None:
@@ -126,6 +131,7 @@ class Targets:
                 return self.fail(t, "refused", core.problems.pop(peer), peer)
             absent.append(str(peer))
         t.problem = f"no answer to our hello from {', '.join(absent[:4])}"
+        t.look_again_s = core.now + LOOK_AGAIN_S if absent else math.inf
         if not absent:
             self._compare(t)
 
@@ -393,12 +399,15 @@ class Targets:
             waiting, what = waits_for(t, self._core.me, self._core.delivery.silent_s)
             problem = f"the deadline of {t.call.timeout_s:g} s has passed; {what}"
             self.fail(t, "timeout", problem, waiting)
+        for t in [t for t in self.running.values() if t.look_again_s <= now]:
+            t.look_again_s = now + LOOK_AGAIN_S
+            self._look_up(t)
         for transfer in [key for key, (_, end_s) in self._early.items() if end_s <= now]:
             del self._early[transfer]
         self._farewells.tick()
 
     def next_s(self) -> float:
-        deadlines = (t.deadline_s for t in self.running.values())
+        deadlines = (t.due_s for t in self.running.values())
         return min(*deadlines, *(end_s for _, end_s in self._early.values()), self._farewells.next_s(), math.inf)
 
     def runs_with(self, peer: Peer) -> bool:

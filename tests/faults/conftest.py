@@ -51,13 +51,21 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section("fault matrix")
     line(f"{'cell':<52} {'time s':>7} {'settled':>7} {'wrong B':>7} {'pages':>5} {'slots':>5}  outcome")
     for row in rows:
-        numbers = f"{row.seconds:>7.2f} {row.settled_s:>7.2f} {row.wrong_bytes:>7} {row.pages_held:>5} {row.slots_held:>5}"
+        numbers = (
+            f"{row.seconds:>7.2f} {row.settled_s:>7.2f} {row.wrong_bytes:>7} {row.pages_held:>5} {row.slots_held:>5}"
+        )
         line(f"{row.cell!s:<52} {numbers}  {row.outcome}")
         for problem in row.problems:
             line(f"    WRONG: {problem}")
     bad = sum(bool(row.problems) for row in rows)
     line(f"{len(rows)} cells, {bad} wrong; pages and slots: held at the end on all workers together")
-    line("cells that can't be, on each transport:")
+    for reason, cells in groups_of_impossible_cells().items():
+        line(f"not played, {len(cells)} cells: {reason} ({', '.join(sorted(cells))})")
+
+
+def groups_of_impossible_cells() -> dict[str, set[str]]:
+    """By reason: which fault, victim, phase and order."""
+    groups: dict[str, set[str]] = {}
     for cell in impossible_cells():
-        if cell.transport == "local":
-            line(f"  {cell.fault} {cell.victim} {cell.phase} {cell.order}: {impossible(cell)}")
+        groups.setdefault(impossible(cell), set()).add(f"{cell.fault} {cell.victim} {cell.phase} {cell.order}")
+    return groups

@@ -38,8 +38,8 @@ class Loop:
 class Proxy:
     """Listens on a port of its own and passes everything on to port `to`, which may change.
 
-    `cut`: connections stay open, new ones are taken, but no byte arrives any more, as if a cable were pulled. `heal`: it
-    works again, and all connections so far break, so what was said meanwhile is lost. `blink`: all break, once.
+    `cut`: connections stay open, new ones are taken, but no byte arrives any more, as if a cable were pulled. `heal`:
+    it works again, and all connections so far break, so what was said meanwhile is lost. `blink`: all break, once.
     """
 
     def __init__(self, loop: Loop, to: int = 0) -> None:

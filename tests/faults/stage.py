@@ -194,5 +194,3 @@ class Play:
         problems = [f"{seat}: {text}" for seat, (end, text, _) in ends.items() if end != "done"]
         wrong_bytes = self.stage.wrong_bytes()
         assert not problems and not wrong_bytes, f"{wrong_bytes} wrong bytes; {'; '.join(problems)}"
-
-

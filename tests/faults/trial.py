@@ -123,8 +123,8 @@ class Trial:
         if cell.phase == "matching":
             self.see(lambda: self.stage.prefill("takers", transfer) == 2, "both offers are there")
         there = [s for s in self.stage.decode if not (cell.phase == "committing" and s is self.other_decode)]
+        at = (cell.phase, "verifying") if cell.phase == "landing" else (cell.phase,)
         for seat in there:
-            at = (cell.phase, "verifying") if cell.phase == "landing" else (cell.phase,)
             self.see(lambda seat=seat: seat("phase", transfer) in at, f"{seat} is {cell.phase}")
 
     def see(self, condition: Callable[[], bool], what: str) -> None:

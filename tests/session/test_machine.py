@@ -14,6 +14,7 @@ from kvferry.layout.address import Address
 from kvferry.layout.request import Wanted
 from kvferry.session.events import AbortCall, Ended, ReceiveCall, Received, Scatter, SendCall
 from kvferry.session.messages import Abort, ChunkDone, Commit, Complete, Goodbye, Grant, Grants, Offer, Peer
+from kvferry.session.registry import Entry
 from tests.session.pools import Shape, table
 from tests.session.sim import TABLES, TOKENS, Sim
 
@@ -349,3 +350,21 @@ def test_only_the_leader_commits() -> None:
     assert sim.machines[follower].stats()["refused: commit for no transfer"] == 1
     sim.settle()
     assert all(ended.error is None for ended in check(sim, ["a"], 10).values())
+
+
+def test_f64_a_worker_started_again_is_found_by_a_receive_that_was_told_of_the_earlier_start() -> None:
+    """The registry still names the dead one when it is asked first; the transfer needs no more than to ask again."""
+    sim = make(1, 1)
+    (source,), (target,) = sim.peers("p"), sim.peers("d")
+    stale = Entry("p", 0, 0, 1, "tcp://127.0.0.1:999")
+    fresh, sim.entries["p"] = sim.entries["p"], (stale,)
+    sim.event(source, SendCall("a", TOKENS, TABLES, 10))
+    sim.event(target, ReceiveCall("a", "p", TOKENS, TABLES, 10))
+    for _ in range(20):
+        sim.step()
+    assert not sim.machines[target].targets.running["a"].planning
+    sim.entries["p"] = fresh
+    sim.settle()
+    assert all(ended.error is None for ended in ends(sim).values())
+    assert len(sim.ended) == 2
+    assert max(at_s for _, _, at_s in sim.ended) < 2, "asked again soon, not at the deadline"
