@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from kvferry.observe.observer import Observer, Track
 from kvferry.observe.records import Flow, State, Wait, short
+from kvferry.session.incoming import Flow as Incoming_
+from kvferry.session.incoming import Incoming
 from kvferry.session.machine import Machine
 from kvferry.session.messages import Peer, Role
 from kvferry.session.source import Outgoing, Taker
-from kvferry.session.target import Flow as Incoming_
-from kvferry.session.target import Incoming
 
 
 def states(machine: Machine, observer: Observer, now: float) -> list[State]:
