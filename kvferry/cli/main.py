@@ -18,8 +18,10 @@ COMMANDS = {
     "doctor": "look for what is wrong on this machine, with the registry and with each worker, and say what to do",
     "keys": "make the keys by which the members of a deployment know each other",
     "layout": "write the instance document of a model and an engine, from the model's config.json",
+    "metrics": "print the numbers of this host's workers, or serve them to Prometheus",
     "plan": "show who sends what to whom between two instances, or the copies of one request",
     "registry": "serve the registry by which instances find each other",
+    "trace": "tell one request's story across all workers, or list what runs and what it waits for",
 }
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130

@@ -5,10 +5,11 @@ way of one cell.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Optional, TypeVar
 
+from kvferry.cli.tables import table
 from kvferry.errors import DocumentError
 from kvferry.layout.document import Instance, encode_json
 from kvferry.layout.request import Request
@@ -141,7 +142,7 @@ def traffic_table(rows: Sequence[TrafficRow]) -> str:
         )
         for row in rows
     ]
-    return _table(TRAFFIC_COLUMNS, cells)
+    return table(TRAFFIC_COLUMNS, cells)
 
 
 def totals_table(traffic: Traffic) -> str:
@@ -153,9 +154,7 @@ def totals_table(traffic: Traffic) -> str:
         return (str(total.rank), role, ranges(total.peers) or "-", *texts)
 
     senders = [line(total, f"{traffic.source} sends") for total in traffic.senders]
-    return _table(
-        TOTAL_COLUMNS, [*senders, *(line(total, f"{traffic.target} receives") for total in traffic.receivers)]
-    )
+    return table(TOTAL_COLUMNS, [*senders, *(line(total, f"{traffic.target} receives") for total in traffic.receivers)])
 
 
 def plan_summary(plan: PlanDocument) -> str:
@@ -167,7 +166,7 @@ def plan_summary(plan: PlanDocument) -> str:
     proof = plan.proof
     promises = {"in bounds": proof.in_bounds, "exactly once": proof.exactly_once, "complete": proof.complete}
     proved = ", ".join(promise for promise, kept in promises.items() if kept)
-    return f"{_table(PLAN_COLUMNS, cells)}\n\n{proof.bytes} bytes in {proof.copies} copies; proved: {proved}"
+    return f"{table(PLAN_COLUMNS, cells)}\n\n{proof.bytes} bytes in {proof.copies} copies; proved: {proved}"
 
 
 def _read(path: Path, parse: Callable[[bytes], T]) -> T:
@@ -175,9 +174,3 @@ def _read(path: Path, parse: Callable[[bytes], T]) -> T:
         return parse(path.read_bytes())
     except DocumentError as error:
         raise DocumentError(f"{path}: {error.path}" if error.path else str(path), error.problem) from None
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [list(header), *(list(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)

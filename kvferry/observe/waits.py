@@ -46,8 +46,10 @@ def _target_waits(machine: Machine, t: Incoming) -> Iterator[tuple[str, Peer | N
                 yield f"done with {_pieces(len(flow.granted))}", peer
             if flow.waiting:
                 yield f"a free slot for {_pieces(len(flow.waiting))}", None
-            if flow.unready or not flow.ready:
-                yield "send() of the rest" if t.phase == "moving" else "ready, which comes after its send()", peer
+            if len(flow.unready) == len(flow.shipment.pieces) and not flow.ready:
+                yield "ready, which comes after its send()", peer
+            elif flow.unready or not flow.ready:
+                yield "ready with the rest, which comes after its extend()", peer
     if t.scattering:
         yield f"the scatter of {_pieces(len(t.scattering))} here", None
     elif t.phase == "verifying":
