@@ -2,7 +2,8 @@
 
 Source of the format: SGLang 0.5.23, `sglang/srt/mem_cache/memory_pool.py` (`MHATokenToKVPool`, `MLATokenToKVPool`:
 one tensor `[slots, heads, width]` per layer and part, a page is `page_size` slots one after the other) and
-`sglang/srt/disaggregation/utils.py` (`MetadataBuffers`: rows of bytes by metadata index).
+`sglang/srt/disaggregation/utils.py` (`MetadataBuffers`: rows of bytes by metadata index). What is kept beside keys and
+values is described in `states`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from kvferry.layout.tensors import TensorView
 from kvferry.layout.validate import check_instance
 
 KV_TABLE, ROW_TABLE = "kv", "row"
-"""Page tables of a request: SGLang's KV page ids, and its one metadata index."""
+"""Page tables of a request: SGLang's KV page ids, and its one metadata index. What KVArgs lists as a state has a table
+of the state's name.
+"""
 ROW_GROUP = "row"
 
 
@@ -33,10 +36,13 @@ class Kind:
     axes: tuple[str, ...]
 
 
+_LATENT = Kind("latent", {"latent": "kv_buffer"}, ("", "dim"))
 KINDS = {
     "MHATokenToKVPool": Kind("attn", {"k": "k_buffer", "v": "v_buffer"}, ("head", "dim")),
-    "MLATokenToKVPool": Kind("latent", {"latent": "kv_buffer"}, ("", "dim")),
+    "MLATokenToKVPool": _LATENT,
+    "DSATokenToKVPool": _LATENT,
 }
+"""Pools of slots, by the name of their class."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +60,18 @@ class Registered:
 
 @dataclass(frozen=True)
 class Cache:
-    """What one worker's KV pool says about itself. `tensors`: by part, one per layer in `layers`, `[slots, heads,
-    width]`; `registered`: the same buffers in KVArgs; `heads`: KV heads of the whole model.
+    """What one pool of slots on one worker says about itself. `tensors`: by part, one per layer in `layers`, `[slots,
+    heads, width]`; `registered`: the same buffers in KVArgs; `all_layers`: those of the group on all workers; `heads`:
+    KV heads of the whole model; `table`: which page ids of a request it goes by.
     """
 
     kind: Kind
+    group: str
+    table: str
     dtype: str
     page_tokens: int
     layers: tuple[int, ...]
-    model_layers: int
+    all_layers: tuple[int, ...]
     heads: int
     tensors: Mapping[str, tuple[TensorView, ...]]
     registered: Mapping[str, tuple[Registered, ...]]
@@ -86,7 +95,7 @@ def describe_cache(cache: Cache, tp_rank: int, tp_size: int) -> list[Described]:
     for part, views in cache.tensors.items():
         by_width.setdefault(views[0].shape[-1], []).append(part)
     owned = tp_heads(cache.heads, tp_size, tp_rank)
-    group = cache.kind.group
+    group = cache.group
     return [
         _describe_width(cache, group if len(by_width) == 1 else f"{group}.{'.'.join(parts)}", width, parts, owned)
         for width, parts in by_width.items()
@@ -100,10 +109,9 @@ def _describe_width(cache: Cache, name: str, width: int, parts: Sequence[str], o
         name,
         "token",
         cache.dtype,
-        tuple(range(cache.model_layers)),
+        cache.all_layers,
         tuple(parts),
         {axis: whole[axis] for axis in named},
-        constants={"page_tokens": cache.page_tokens},
     )
     local = {"": 1, "head": sum(stop - start for start, stop in owned), "dim": width}
     slot = [local[axis] for axis in cache.kind.axes]
@@ -124,7 +132,7 @@ def _describe_width(cache: Cache, name: str, width: int, parts: Sequence[str], o
         cache.page_tokens * first.strides_bytes[0],
         tuple(modes),
         tuple(Buffer(layer, part, i, 0, listed.items) for i, (layer, part, _, listed) in enumerate(places)),
-        table=KV_TABLE,
+        table=cache.table,
         owned={"head": owned} if "head" in named else {},
     )
     regions = tuple(Region(listed.address, listed.bytes, view.memory, view.device) for *_, view, listed in places)
@@ -149,10 +157,11 @@ def _check_tensor(
             )
 
 
-def describe_rows(registered: Sequence[Registered]) -> Described:
+def describe_rows(registered: Sequence[Registered], held: bool = True) -> Described:
     """SGLang's metadata buffers (first token, its logprobs, …): a group per row size, a "layer" per buffer.
 
-    The row of a request moves and commits with its cache. Every worker has a whole copy.
+    The row of a request moves and commits with its cache. Every worker has a whole copy; what it says is true where it
+    is `held`, on the last pipeline stage.
     """
     by_size: dict[int, list[int]] = {}
     for index, buffer in enumerate(registered):
@@ -164,6 +173,8 @@ def describe_rows(registered: Sequence[Registered]) -> Described:
         buffers = tuple(Buffer(index, "row", index, 0, registered[index].items) for index in indices)
         modes = (Mode(TOKEN, 1, size), Mode("byte", size, 1))
         pools.append(Pool(name, 1, size, modes, buffers, ROW_TABLE))
+    if not held:
+        return Described(tuple(groups), (), ())
     regions = tuple(Region(buffer.address, buffer.bytes) for buffer in registered)
     return Described(tuple(groups), regions, tuple(pools))
 

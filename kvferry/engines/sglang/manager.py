@@ -11,7 +11,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -19,18 +19,27 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_disagg, get_parallel, get_schedule, process_model_config
+from sglang.srt.runtime_context import (
+    get_disagg,
+    get_parallel,
+    get_schedule,
+    linear_attn_parallel_group,
+    linear_attn_tp_size,
+    process_model_config,
+)
 
 from kvferry.engines.dump import write_dump
 from kvferry.engines.sglang import NAME
 from kvferry.engines.sglang.bootstrap import Home, fetch_home, fetch_topology
 from kvferry.engines.sglang.control import Ask, Attempts, Cancel, Rooms, decode
-from kvferry.engines.sglang.layout import KV_TABLE, ROW_TABLE, describe_cache, describe_rows, document
+from kvferry.engines.sglang.layout import ROW_TABLE, describe_rows, document
 from kvferry.engines.sglang.options import Options
-from kvferry.engines.sglang.pool import map_memory, probe_pool, read_cache, registered, tensors_of
+from kvferry.engines.sglang.places import Pages, held, tables, wanted
+from kvferry.engines.sglang.pool import Model, Ranks, named_tensors, read_pool, registered, state_kinds
+from kvferry.engines.sglang.probe import map_memory, probe_pool
 from kvferry.errors import DocumentError, EngineError, TransferError
 from kvferry.layout.document import Instance
-from kvferry.layout.request import Side, Table, Wanted
+from kvferry.layout.request import Side
 from kvferry.session import Endpoint, RegistryServer, Transfer
 from kvferry.session.events import Fence
 from kvferry.transport.memory import HostMemory
@@ -51,10 +60,11 @@ class KVFerryManager(CommonKVManager):
         self, args: Any, disaggregation_mode: DisaggregationMode, server_args: Any, is_mla_backend: bool | None = False
     ) -> None:
         parallel = get_parallel()
-        _check_supported(parallel, args.kvferry_pool, server_args)
+        _check_supported(parallel, args.kvferry_pool, server_args, disaggregation_mode)
         self.options = Options.read(os.environ)
         self.home, self._registry_server = _open_home(self.options, disaggregation_mode.value, _dp_rank(parallel, args))
-        self.instance = self._describe(args, server_args, parallel)
+        self.instance, self._table_of = self._describe(args, server_args, parallel)
+        self.state_names = state_kinds(args)
         worker = self.instance.workers[0]
         memory = HostMemory([self.map_memory(region.base, region.bytes) for region in worker.regions])
         self._dump(args)
@@ -63,7 +73,7 @@ class KVFerryManager(CommonKVManager):
             self.instance,
             worker.rank,
             memory,
-            world=parallel.attn_tp_size,
+            world=parallel.attn_tp_size * parallel.pp_size,
             registry=self.home.registry,
             transport=self.options.transport,
             slots=self.options.slots,
@@ -84,24 +94,30 @@ class KVFerryManager(CommonKVManager):
         else:
             self._thread = self._start_heartbeat_checker_thread()
 
-    def _describe(self, args: Any, server_args: Any, parallel: Any) -> Instance:
-        model = process_model_config()
+    def _describe(self, args: Any, server_args: Any, parallel: Any) -> tuple[Instance, Mapping[str, str]]:
+        """This worker's part of the instance, and which page table each group goes by."""
+        config = process_model_config()
         name = (server_args.served_model_name or server_args.model_path).rstrip("/").rpartition("/")[2]
-        cache = read_cache(args.kvferry_pool, args, model.num_hidden_layers, model.get_total_num_kv_heads())
-        rows = registered(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
-        rank, size = parallel.attn_tp_rank, parallel.attn_tp_size
-        return document(self.home.instance, name, rank, [*describe_cache(cache, rank, size), describe_rows(rows)])
+        model = Model(config.num_hidden_layers, config.get_total_num_kv_heads(), parallel.pp_size > 1)
+        place = Ranks(
+            parallel.attn_tp_rank,
+            parallel.attn_tp_size,
+            getattr(parallel, f"{linear_attn_parallel_group()}_rank"),
+            linear_attn_tp_size(),
+        )
+        last_stage = parallel.pp_rank == parallel.pp_size - 1
+        rows = describe_rows(registered(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens), last_stage)
+        cache = read_pool(args.kvferry_pool, args, model, place)
+        table_of = {pool.group: pool.table_name for part in cache for pool in part.pools}
+        rank = parallel.pp_rank * parallel.attn_tp_size + parallel.attn_tp_rank
+        instance = document(self.home.instance, name, rank, [*cache, rows])
+        return instance, {**table_of, **{group.name: ROW_TABLE for group in rows.groups}}
 
     def _dump(self, args: Any) -> None:
         if self.options.dump is None:
             return
-        pool = args.kvferry_pool
-        tensors = {
-            f"layers.{layer}.{part}": tensor
-            for part, each in tensors_of(pool).items()
-            for layer, tensor in enumerate(each, start=pool.start_layer)
-        }
         rank = self.instance.workers[0].rank
+        tensors = named_tensors(args.kvferry_pool)
         write_dump(self.options.dump, "sglang", version("sglang"), self.instance, rank, tensors)
 
     # rooms and transfers
@@ -112,26 +128,21 @@ class KVFerryManager(CommonKVManager):
         self._running[started.id] = room
         return started
 
-    def send_more(
-        self, room: int, transfer: Transfer, pages: Sequence[int], row: int | None, fence: Fence | None
-    ) -> None:
-        """Prefill: these pages hold the prompt from its first token on, and at the end row `row` what goes with it."""
-        wanted = self._wanted((0, len(pages) * self.kv_args.page_size))
-        if row is None:
-            wanted = {name: each for name, each in wanted.items() if each.tokens is not None}
-        self.endpoint.extend(transfer, wanted, _side(pages, 0, row), last=row is not None, fence=fence)
+    def send_more(self, room: int, transfer: Transfer, pages: Pages, fence: Fence | None) -> None:
+        """Prefill: these pages hold the prompt from its first token on, and with a row, all that goes with it."""
+        groups = held(self.instance.groups, self._table_of, pages)
+        self.endpoint.extend(transfer, groups, tables(pages), last=pages.row is not None, fence=fence)
         self.update_status(room, KVPoll.Transferring)
 
     def receive_pages(
-        self, room: int, transfer: str, source: Home, pages: Sequence[int], start: int, row: int
+        self, room: int, transfer: str, source: Home, pages: Pages, source_page: int, window: int | None
     ) -> Transfer:
-        """Decode: fetch the tokens from `start` on, which is the end of what is here already, into these pages."""
-        tokens = (start, start + len(pages) * self.kv_args.page_size)
+        """Decode: fetch what belongs into these pages from a source whose pages take `source_page` tokens."""
         started = self.endpoint.receive(
             transfer,
             source.instance,
-            self._wanted(tokens),
-            _side(pages, start, row),
+            wanted(self.instance.groups, self._table_of, pages, source_page, window),
+            tables(pages),
             timeout_s=self.transfer_timeout_s,
             registry=source.registry,
             piece_tokens=self.piece_tokens,
@@ -140,19 +151,18 @@ class KVFerryManager(CommonKVManager):
         self.update_status(room, KVPoll.Transferring)
         return started
 
-    def _wanted(self, tokens: tuple[int, int]) -> dict[str, Wanted]:
-        # whole pages, as SGLang counts them; the row belongs to exactly this many tokens
-        return {
-            group.name: Wanted(tokens=tokens) if group.growth == "token" else Wanted(position=tokens[1])
-            for group in self.instance.groups
-        }
-
     def check_status(self, bootstrap_room: int) -> KVPoll:
         """Called by SGLang's senders and receivers whenever the scheduler polls them."""
         self._settle()
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self._follow(bootstrap_room)
         return super().check_status(bootstrap_room)
+
+    def check_status_pp_consensus(self, bootstrap_room: int) -> KVPoll:
+        """As `check_status`, on the first stage of a pipeline, which asks for all of them."""
+        self._settle()
+        self._follow(bootstrap_room)
+        return super().check_status_pp_consensus(bootstrap_room)
 
     def _settle(self) -> None:
         for transfer in self.endpoint.poll():
@@ -278,24 +288,21 @@ class KVFerryManager(CommonKVManager):
         super()._handle_node_failure(failed_bootstrap_addr)
 
 
-def _side(pages: Sequence[int], start: int, row: int | None) -> Side:
-    return Side({KV_TABLE: Table(tuple(pages), start), ROW_TABLE: Table(() if row is None else (row,))})
-
-
 def _dp_rank(parallel: Any, args: Any) -> int:
     """As the bootstrap server counts them: data-parallel attention, or data-parallel servers."""
     return int(parallel.attn_dp_rank if parallel.dp_size == 1 else args.system_dp_rank or 0)
 
 
-def _check_supported(parallel: Any, pool: Any, server_args: Any) -> None:
+def _check_supported(parallel: Any, pool: Any, server_args: Any, mode: DisaggregationMode) -> None:
     for what, size in (
-        ("--pp-size", parallel.pp_size),
         ("context parallelism (attn_cp_size)", parallel.attn_cp_size),
         ("--dcp-size", parallel.attn_dcp_size),
         ("--nnodes", parallel.nnodes),
     ):
         if size > 1:
             raise EngineError(f"{what} is {size}; the kvferry backend for SGLang supports 1 so far")
+    if parallel.pp_size > 1 and mode == DisaggregationMode.DECODE:
+        raise EngineError(f"--pp-size is {parallel.pp_size}; the kvferry backend supports it for prefill only")
     if parallel.enable_kv_cache_sharding or getattr(pool, "layer_shard_enabled", False):
         raise EngineError("pages or layers of the KV cache are spread over ranks, which is not supported yet")
     if server_args.enable_pd_role_switch:

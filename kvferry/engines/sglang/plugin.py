@@ -13,6 +13,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from kvferry.engines.sglang import NAME
 
 _UTILS = "sglang.srt.disaggregation.utils"
+_QUEUE = "sglang.srt.disaggregation.decode.DecodePreallocQueue"
 
 
 def install() -> None:
@@ -21,6 +22,7 @@ def install() -> None:
     add_member(utils.TransferBackend, NAME)
     HookRegistry.register(f"{_UTILS}.get_kv_class", choose_class, HookType.AROUND)
     HookRegistry.register(f"{_UTILS}.setup_state_kv_args", keep_pool, HookType.AFTER)
+    HookRegistry.register(f"{_QUEUE}._send_kv_metadata", tell_prompt, HookType.BEFORE)
 
 
 def add_member(kind: type[Enum], value: str) -> None:
@@ -57,3 +59,12 @@ def choose_class(original: Callable[..., Any], transfer_backend: Any, class_type
 def keep_pool(_: None, kv_args: Any, token_to_kv_pool: Any, *args: Any, **options: Any) -> None:
     """SGLang completes KVArgs here: put the pool beside its pointers, so that nothing has to be guessed from lists."""
     kv_args.kvferry_pool = token_to_kv_pool
+
+
+def tell_prompt(queue: Any, decode_req: Any, kv_indices: Any, *args: Any, **options: Any) -> None:
+    """Decode's queue hands a receiver whole pages: say how many tokens they hold, which pages of another size need."""
+    from kvferry.engines.sglang.receiver import KVFerryReceiver, Prompt
+
+    if isinstance(decode_req.kv_receiver, KVFerryReceiver):
+        tokens = len(kv_indices) + options.get("decode_prefix_len", 0)
+        decode_req.kv_receiver.prompt = Prompt(tokens, queue.scheduler.sliding_window_size)

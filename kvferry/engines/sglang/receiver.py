@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,26 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver, KVTransferEr
 from kvferry.engines.sglang.bootstrap import Home
 from kvferry.engines.sglang.control import Ask, Cancel, Word, encode
 from kvferry.engines.sglang.manager import KVFerryManager
+from kvferry.engines.sglang.places import Pages, named_states
 from kvferry.errors import EngineError, KVFerryError
 from kvferry.session import Transfer
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """What SGLang knows about a request beside its pages: its tokens, and those that a sliding window reaches back."""
+
+    tokens: int
+    window: int | None
+
+
 class KVFerryReceiver(CommonKVReceiver):
-    """Bootstrapping until the prefill instance is known, WaitingForInput until pages are there, then Transferring."""
+    """Bootstrapping until the prefill instance is known, WaitingForInput until pages are there, then Transferring.
+
+    `prompt` is set from the decode queue, just before it hands over the pages (`plugin.tell_prompt`).
+    """
+
+    prompt: Prompt | None = None
 
     def __init__(self, mgr: KVFerryManager, bootstrap_addr: str, bootstrap_room: int) -> None:
         self._home: Home | None = None
@@ -63,13 +78,13 @@ class KVFerryReceiver(CommonKVReceiver):
         if destination != KVTransferDestination.DEVICE:
             return self._fail("pages on the host beside a device are not supported")
         try:
+            page, start = self.kv_mgr.kv_args.page_size, decode_prefix_len or 0
+            prompt = self.prompt or Prompt(start + len(kv_indices) * page, None)
+            states = named_states(self.kv_mgr.state_names, state_indices)
+            pages = Pages(page, prompt.tokens, kv_indices.tolist(), start, states, aux_index)
+            source_page = self.prefill_info.page_size or page
             self._transfer = self.kv_mgr.receive_pages(
-                self.bootstrap_room,
-                self._transfer_id,
-                self._home,
-                kv_indices.tolist(),
-                decode_prefix_len or 0,
-                aux_index,
+                self.bootstrap_room, self._transfer_id, self._home, pages, source_page, prompt.window
             )
             self._tell(Ask(self.bootstrap_room, self._transfer_id))
         except (KVFerryError, zmq.ZMQError) as error:

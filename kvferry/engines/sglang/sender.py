@@ -11,6 +11,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVSender, KVTransferErro
 
 from kvferry.engines.sglang.control import Ask
 from kvferry.engines.sglang.manager import KVFerryManager
+from kvferry.engines.sglang.places import Pages, named_states
 from kvferry.errors import KVFerryError
 from kvferry.session import Transfer
 
@@ -30,6 +31,7 @@ class KVFerrySender(CommonKVSender):
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
         self._pages: list[int] = []
+        self._tokens = 0
         self._transfer: Transfer | None = None
         self._taken = bootstrap_room in mgr.request_status
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
@@ -61,10 +63,15 @@ class KVFerrySender(CommonKVSender):
         self._early_send_wait_event: Any = None
         if self.conclude_state is not None or self._transfer is None:
             return
+        page = self.kv_mgr.kv_args.page_size
         self._pages += kv_indices.tolist()
-        row = self.aux_index if len(self._pages) >= self.num_kv_indices else None
+        self._tokens += len(kv_indices) * page if num_kv_tokens is None else num_kv_tokens
+        last = len(self._pages) >= self.num_kv_indices
+        states = named_states(self.kv_mgr.state_names, state_indices) if last else {}
+        row = self.aux_index if last else None
+        pages = Pages(page, self._tokens, tuple(self._pages), 0, states, row)
         fence = event.synchronize if event is not None else None
-        self.kv_mgr.send_more(self.bootstrap_room, self._transfer, self._pages, row, fence)
+        self.kv_mgr.send_more(self.bootstrap_room, self._transfer, pages, fence)
 
     def get_transfer_metric(self) -> KVTransferMetric:
         report = self._transfer.report if self._transfer is not None else None

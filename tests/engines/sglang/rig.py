@@ -6,8 +6,10 @@ Nothing here uses kvferry's planner: plain NumPy says where a cell lies.
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,31 +20,35 @@ from sglang.srt import runtime_context
 from sglang.srt.disaggregation.base import KVArgs
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers, setup_state_kv_args
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
 from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
 from kvferry.engines.sglang.manager import KVFerryManager
-from kvferry.engines.sglang.receiver import KVFerryReceiver
+from kvferry.engines.sglang.receiver import KVFerryReceiver, Prompt
 from kvferry.engines.sglang.sender import KVFerrySender
 from kvferry.layout.address import Address
 from kvferry.transport.memory import MappedRegion, window
+from tests.engines.sglang.shapes import LLAMA, Shape
 
+LAYERS, DIM = LLAMA.layers, LLAMA.dim
 BASE = 0xFFFF_81AB_54E0_1000
-LAYERS, HEADS, DIM, SLOTS = 4, 4, 32, 256
 GUARD = 4096
 UNTOUCHED = 0xA5
-Ids = np.ndarray[Any, np.dtype[np.uint32]]
+State = tuple[list[int], range, int]
 
 
 class HighTensor(torch.Tensor):
     """A tensor that says it lies on a device whose addresses use all 64 bits."""
 
-    pretended = 0
-
     def data_ptr(self) -> int:
-        return self.pretended
+        real = super().data_ptr()
+        start = max(start for start in _ARENAS if start <= real)
+        return BASE + real - start
+
+
+_ARENAS: set[int] = set()
+"""Where the arenas of this process really are; each of them says that it is at `BASE`."""
 
 
 class Arena:
@@ -51,63 +57,67 @@ class Arena:
     def __init__(self, nbytes: int) -> None:
         self.bytes = np.full(nbytes, UNTOUCHED, np.uint8)
         self._used = GUARD
+        _ARENAS.add(self.bytes.ctypes.data)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         nbytes = int(np.prod(shape)) * dtype.itemsize
-        start, self._used = self._used, self._used + nbytes + GUARD
-        assert self._used <= len(self.bytes)
-        tensor = torch.from_numpy(self.bytes[start : start + nbytes]).view(dtype).reshape(shape).as_subclass(HighTensor)
-        tensor.pretended = BASE + start
-        return tensor
+        start, self._used = self._used, self._used + -(-nbytes // 64) * 64 + GUARD
+        assert self._used <= len(self.bytes), f"{self._used} bytes of arena are needed"
+        return torch.from_numpy(self.bytes[start : start + nbytes]).view(dtype).reshape(shape).as_subclass(HighTensor)
 
     def region(self, address: Address, nbytes: int) -> MappedRegion:
         start = address.value - BASE
         return window(address, self.bytes[start : start + nbytes])
 
+    def close(self) -> None:
+        _ARENAS.discard(self.bytes.ctypes.data)
+
 
 class World:
-    """Stands for SGLang's group of all ranks: what rank 0 has, everybody gets."""
+    """Stands for SGLang's group of all ranks, or of a pipeline's: what rank 0 has, everybody gets."""
 
     def __init__(self, rank: int, size: int, board: dict[str, Any]) -> None:
         self.rank_in_group, self.world_size, self._board = rank, size, board
 
     def broadcast_object(self, value: Any, src: int) -> Any:
-        return self._board.setdefault("home", value)
+        return self._board.setdefault("said", value)
 
 
 @dataclass
 class Rank:
-    """One scheduler: its context, memory, pool, rows and manager."""
+    """One scheduler: its context, memory, pool, rows and manager. `layers`: those of its pipeline stage."""
 
     context: Any
     tp_rank: int
     tp: int
     page: int
-    arena: Arena = field(default_factory=lambda: Arena(4 << 20))
+    shape: Shape = LLAMA
+    stage: int = 0
+    stages: int = 1
+    layers: range = range(4)
+    arena: Arena = field(init=False)
     manager: Any = None
 
     def __post_init__(self) -> None:
-        heads = max(1, HEADS // self.tp)
-        self.heads = range(self.tp_rank * HEADS // self.tp, self.tp_rank * HEADS // self.tp + heads)
-        self.pool = MHATokenToKVPool(SLOTS, self.page, torch.float32, heads, DIM, LAYERS, "cpu", False)
-        shape = tuple(self.pool.k_buffer[0].shape)
-        self.pool.k_buffer = [self.arena.tensor(shape, torch.float32) for _ in range(LAYERS)]
-        self.pool.v_buffer = [self.arena.tensor(shape, torch.float32) for _ in range(LAYERS)]
+        self.arena = Arena(self.shape.arena_bytes(self.tp))
+        self.heads = self.shape.heads_of(self.tp_rank, self.tp)
+        self.pool = self.shape.make_pool(self, self.arena.tensor)
         self.rows = MetadataBuffers(8, 16, torch.float32, 16)
         for name, value in vars(self.rows).items():
             if isinstance(value, torch.Tensor):
                 setattr(self.rows, name, self.arena.tensor(tuple(value.shape), value.dtype))
+        self.fields = self.shape.cells(self)
 
     def args(self) -> Any:
         """KVArgs, filled as SGLang's queues do it."""
         args = KVArgs()
-        args.engine_rank, args.pp_rank, args.system_dp_rank = self.tp_rank, 0, 0
+        args.engine_rank, args.pp_rank, args.system_dp_rank = self.tp_rank, self.stage, 0
         args.kv_cache_dtype_str, args.kv_layout, args.rust_http_port = "float32", None, None
         args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = self.pool.get_contiguous_buf_infos()
         args.kv_layer_ids, args.num_draft_entries = [], 0
         args.page_size = self.pool.page_size
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.rows.get_buf_infos()
-        setup_state_kv_args(args, self.pool, None, total_kv_layers=LAYERS)
+        setup_state_kv_args(args, self.pool, None, total_kv_layers=self.shape.layers)
         return args
 
     def start(self, mode: DisaggregationMode, server_args: Any) -> None:
@@ -119,11 +129,17 @@ class Rank:
         with runtime_context.use_context(self.context):
             self.manager = Manager(self.args(), mode, server_args, False)
 
-    def cells(self, layer: int, part: int) -> Ids:
-        """[slot, head, dim], a view of the arena."""
-        tensor = (self.pool.k_buffer, self.pool.v_buffer)[part][layer]
-        start = tensor.pretended - BASE
-        return self.arena.bytes[start : start + tensor.numel() * 4].view(np.uint32).reshape(tensor.shape)
+    def close(self) -> None:
+        if self.manager is not None:
+            self.manager.teardown()
+            if self.stages > 1:
+                self.manager.request_status.close()
+        self.arena.close()
+
+    def cells(self, layer: int, part: int) -> Any:
+        """K (0) or V (1) of a layer, [slot, head, dim], a view of the arena."""
+        found = next(each for each in self.fields if each.layer == layer and each.tag == part)
+        return found.view.reshape(-1, *found.view.shape[2:])
 
     def row_bytes(self, row: int) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
         """The request's row in each metadata buffer, views of the arena."""
@@ -131,22 +147,32 @@ class Rank:
         starts = [pointer - BASE + row * item for pointer, item in zip(pointers, items)]
         return [self.arena.bytes[start : start + item] for start, item in zip(starts, items)]
 
-    def fill(self, pages: list[int], tokens: range, row: int) -> None:
-        """The memory as it looks with these tokens in these pages (`pages[0]` holds the first) and nothing else."""
+    def fill(self, pages: list[int], tokens: range, row: int, states: Mapping[str, State] = {}) -> None:
+        """The memory as it looks with these tokens in these pages (`pages[0]` holds the first) and nothing else; with
+        a row on the last stage. `states`: (ids, tokens, token of the first slot) of what is kept beside the KV cache.
+        """
         self.arena.bytes[:] = UNTOUCHED
-        for at, token in enumerate(tokens):
-            slot = pages[at // self.page] * self.page + at % self.page
-            for layer in range(LAYERS):
-                for part in range(2):
-                    self.cells(layer, part)[slot] = cell_ids(layer, part, token, self.heads)
-        for index, view in enumerate(self.row_bytes(row)):
-            view[:] = np.random.default_rng(index).integers(0, 256, len(view), np.uint8)
+        held = {"kv": (pages, tokens, tokens.start), **states}
+        for each in self.fields:
+            each.write(*held[each.table])
+        if self.stage == self.stages - 1:
+            for index, view in enumerate(self.row_bytes(row)):
+                view[:] = np.random.default_rng(index).integers(0, 256, len(view), np.uint8)
 
 
-def cell_ids(layer: int, part: int, token: int, heads: range) -> Ids:
-    """[head, dim], all different over everything."""
-    head, dim = np.meshgrid(np.array(heads), np.arange(DIM), indexing="ij")
-    return ((((layer * 2 + part) * 1024 + token) * HEADS + head) * DIM + dim).astype(np.uint32)
+@dataclass
+class Request:
+    """One request as both sides' schedulers place it. `states`: ids by SGLang's name."""
+
+    room: int
+    tokens: int
+    source_pages: list[int]
+    target_pages: list[int]
+    rows: tuple[int, int] = (2, 5)
+    prefix: int = 0
+    window: int | None = None
+    source_states: dict[str, list[int]] = field(default_factory=dict)
+    target_states: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -160,25 +186,54 @@ class Rig:
     def move(
         self, room: int, source_pages: list[int], target_pages: list[int], prefix_pages: int, rows: tuple[int, int]
     ) -> tuple[set[int], list[Any], list[Any]]:
-        """What the schedulers call for one request, the prompt in two chunks; the last states and both sides."""
-        receivers = [self.run(rank, KVFerryReceiver, rank.manager, self.address, room) for rank in self.decode]
-        senders = [self.run(rank, KVFerrySender, rank.manager, self.address, room) for rank in self.prefill]
+        """A request of whole pages, both sides' the same size."""
         page = self.decode[0].page
-        for rank, receiver in zip(self.decode, receivers):
+        return self.run_request(
+            Request(room, len(source_pages) * page, source_pages, target_pages, rows, prefix_pages * page)
+        )
+
+    def run_request(self, request: Request) -> tuple[set[int], list[Any], list[Any]]:
+        """What the schedulers call for one request, the prompt in two chunks; the last states and both sides."""
+        receivers = self.receive(request, self.decode)
+        senders = self.send(request)
+        both = [*senders, *receivers]
+        wait_for(lambda: {side.poll() for side in both} <= {KVPoll.Success, KVPoll.Failed}, 60.0)
+        return {int(side.poll()) for side in both}, senders, receivers
+
+    def receive(self, request: Request, decode: list[Rank]) -> list[Any]:
+        receivers = []
+        for rank in decode:
+            receiver = self.run(rank, KVFerryReceiver, rank.manager, self.address, request.room)
             assert self.run(rank, rank.manager.try_ensure_parallel_info, self.address)
             self.run(rank, receiver.init, 0)
-            pages = np.array(target_pages[prefix_pages:], np.int32)
-            self.run(rank, receiver.send_metadata, pages, rows[1], [], decode_prefix_len=prefix_pages * page)
+            receiver.prompt = Prompt(request.tokens, request.window)
+            pages = np.array(request.target_pages[request.prefix // rank.page :], np.int32)
+            states = self.state_indices(rank, request.target_states)
+            prefix = {"decode_prefix_len": request.prefix}
+            self.run(rank, receiver.send_metadata, pages, request.rows[1], states, **prefix)
+            receivers.append(receiver)
+        return receivers
+
+    def send(self, request: Request) -> list[Any]:
+        senders = [self.run(rank, KVFerrySender, rank.manager, self.address, request.room) for rank in self.prefill]
         wait_for(lambda: KVPoll.Bootstrapping not in {sender.poll() for sender in senders})
+        pages = request.source_pages
+        half = len(pages) // 2
         for rank, sender in zip(self.prefill, senders):
             assert sender.pop_decode_prefix_len() == 0
-            self.run(rank, sender.init, len(source_pages), rows[0])
-            half = len(source_pages) // 2
-            self.run(rank, sender.send, np.array(source_pages[:half], np.int32), None, half * page)
-            self.run(rank, sender.send, np.array(source_pages[half:], np.int32), [], 0)
-        both = [*senders, *receivers]
-        wait_for(lambda: all(side.poll() in (KVPoll.Success, KVPoll.Failed) for side in both))
-        return {int(side.poll()) for side in both}, senders, receivers
+            self.run(rank, sender.init, len(pages), request.rows[0])
+            if half:
+                self.run(rank, sender.send, np.array(pages[:half], np.int32), None, half * rank.page)
+            rest = request.tokens - half * rank.page
+            states = self.state_indices(rank, request.source_states)
+            self.run(rank, sender.send, np.array(pages[half:], np.int32), states, rest)
+        return senders
+
+    def state_indices(self, rank: Rank, states: dict[str, list[int]]) -> list[Any]:
+        """In the order of KVArgs; a slot of recurrent state comes as SGLang gives it, a list of an array of no axes."""
+        ids = [states[name] for name in rank.manager.state_names]
+        kinds = rank.manager.state_names
+        return [[np.array(each[0])] if kind == "mamba" else np.array(each, np.int32) for kind, each in zip(kinds, ids)]
 
     def run(self, rank: Rank, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         with runtime_context.use_context(rank.context):
@@ -186,7 +241,7 @@ class Rig:
 
     def close(self) -> None:
         for rank in [*self.decode, *self.prefill]:
-            rank.manager.teardown()
+            rank.close()
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -197,30 +252,66 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 
 @contextlib.contextmanager
-def open_rig(
-    prefill_model: Path, prefill_tp: int, decode_tp: int, page: int, port: int, *, decode_model: Path | None = None
-) -> Iterator[Rig]:
-    """A fresh bootstrap server at `port` and fresh managers; everything is given back at the end."""
+def open_server(port: int) -> Iterator[KVFerryBootstrapServer]:
     load_plugins()
     server = KVFerryBootstrapServer("127.0.0.1", port)
-    rig = Rig(f"127.0.0.1:{port}", [], [])
     try:
-        start_side(rig.prefill, prefill_model, DisaggregationMode.PREFILL, prefill_tp, page, port)
-        start_side(rig.decode, decode_model or prefill_model, DisaggregationMode.DECODE, decode_tp, page, port)
-        yield rig
+        yield server
     finally:
-        rig.close()
         stop(server)
 
 
-def start_side(ranks: list[Rank], model: Path, mode: DisaggregationMode, tp: int, page: int, port: int) -> None:
+@contextlib.contextmanager
+def open_rig(
+    prefill_model: Path,
+    prefill_tp: int,
+    decode_tp: int,
+    page: int,
+    port: int,
+    *,
+    decode_model: Path | None = None,
+    decode_page: int | None = None,
+    shape: Shape = LLAMA,
+    stages: tuple[int, ...] = (),
+) -> Iterator[Rig]:
+    """A fresh bootstrap server at `port` and fresh managers; everything is given back at the end. `stages`: how many
+    layers each pipeline stage of prefill has.
+    """
+    with open_server(port):
+        rig = Rig(f"127.0.0.1:{port}", [], [])
+        try:
+            start_side(rig.prefill, prefill_model, DisaggregationMode.PREFILL, prefill_tp, page, port, shape, stages)
+            other, other_page = decode_model or prefill_model, decode_page or page
+            start_side(rig.decode, other, DisaggregationMode.DECODE, decode_tp, other_page, port, shape)
+            yield rig
+        finally:
+            rig.close()
+
+
+def start_side(
+    ranks: list[Rank],
+    model: Path,
+    mode: DisaggregationMode,
+    tp: int,
+    page: int,
+    port: int,
+    shape: Shape = LLAMA,
+    stages: tuple[int, ...] = (),
+) -> None:
     """Every rank of one instance. An error leaves none running."""
+    load_plugins()
     board: dict[str, Any] = {}
-    server_args = _server_args(model, mode, tp, page, port)
-    for tp_rank in range(tp):
-        rank = Rank(_context(server_args, tp_rank, tp, board), tp_rank, tp, page)
-        rank.start(mode, server_args)
-        ranks.append(rank)
+    counts = stages or (shape.layers,)
+    lines: list[dict[str, Any]] = [{} for _ in range(tp)]
+    server_args = _server_args(model, mode, tp, page, port, len(counts))
+    for stage, count in enumerate(counts):
+        layers = range(sum(counts[:stage]), sum(counts[:stage]) + count)
+        for tp_rank in range(tp):
+            ranks_of = World(stage * tp + tp_rank, tp * len(counts), board), World(stage, len(counts), lines[tp_rank])
+            context = _context(server_args, *ranks_of)
+            rank = Rank(context, tp_rank, tp, page, shape, stage, len(counts), layers)
+            rank.start(mode, server_args)
+            ranks.append(rank)
 
 
 def stop(server: KVFerryBootstrapServer) -> None:
@@ -231,11 +322,24 @@ def stop(server: KVFerryBootstrapServer) -> None:
     server.close()
 
 
-def _server_args(model: Path, mode: DisaggregationMode, tp: int, page: int, port: int) -> Any:
+def write_config(model: Path, folder: Path, **changes: Any) -> Path:
+    """A model's folder without weights, which nothing here reads."""
+    folder.mkdir(exist_ok=True)
+    config = json.loads((model / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    for path in model.iterdir():
+        if path.suffix in (".json", ".jinja") and path.name != "config.json" and not (folder / path.name).exists():
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+@functools.lru_cache(maxsize=64)
+def _server_args(model: Path, mode: DisaggregationMode, tp: int, page: int, port: int, pp: int) -> Any:
     return ServerArgs(
         model_path=str(model),
         device="cpu",
         tp_size=tp,
+        pp_size=pp,
         page_size=page,
         dtype="float32",
         attention_backend="torch_native",
@@ -246,8 +350,8 @@ def _server_args(model: Path, mode: DisaggregationMode, tp: int, page: int, port
     )
 
 
-def _context(server_args: Any, tp_rank: int, tp: int, board: dict[str, Any]) -> Any:
-    ranks = runtime_context.SpawnRanks(world_rank=tp_rank)
+def _context(server_args: Any, world: World, line: World) -> Any:
+    ranks = runtime_context.SpawnRanks(world_rank=world.rank_in_group)
     context = runtime_context.create_context(server_args, role="scheduler", ranks=ranks)
-    context.parallel.override_permanently(world_group=World(tp_rank, tp, board), pp_group=World(0, 1, {}))
+    context.parallel.override_permanently(world_group=world, pp_group=line)
     return context

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.engines.sglang.layout import Registered, describe_cache, describe_rows, document
-from kvferry.engines.sglang.pool import read_cache, registered
+from kvferry.engines.sglang.layout import Described, Registered, describe_rows, document
+from kvferry.engines.sglang.pool import Model, Ranks, read_pool, registered
 from kvferry.errors import EngineError, IncompatibleError
 from kvferry.layout.address import Address
 from kvferry.layout.document import Instance, Mode, Worker
@@ -70,8 +70,13 @@ def kv_args(pool: Any, tensors: list[Any]) -> Any:
 
 def described(pool: Any, heads: int, rank: int, size: int, model_layers: int = 3) -> Instance:
     tensors = [*pool.k_buffer, *pool.v_buffer] if hasattr(pool, "k_buffer") else pool.kv_buffer
-    cache = read_cache(pool, kv_args(pool, tensors), model_layers, heads)
-    return document("one", "model", rank, describe_cache(cache, rank, size))
+    parts = read(pool, kv_args(pool, tensors), heads, rank, size, model_layers)
+    return document("one", "model", rank, parts)
+
+
+def read(pool: Any, args: Any, heads: int, rank: int = 0, size: int = 1, model_layers: int = 3) -> list[Described]:
+    stage = model_layers > pool.layer_num
+    return read_pool(pool, args, Model(model_layers, heads, stage), Ranks(rank, size, rank, size))
 
 
 def worker(instance: Instance) -> Worker:
@@ -130,8 +135,7 @@ def test_values_are_found_by_asking_the_pool() -> None:
     """F21: half of KVArgs' list is not V just because it is the second half."""
     pool = MHATokenToKVPool(layer_num=2)
     mixed = [pool.v_buffer[1], pool.k_buffer[0], pool.v_buffer[0], pool.k_buffer[1]]
-    cache = read_cache(pool, kv_args(pool, mixed), 2, 2)
-    (part,) = describe_cache(cache, 0, 1)
+    (part,) = read(pool, kv_args(pool, mixed), 2, model_layers=2)
     places = {(b.layer, b.part): part.regions[b.region].base.value for b in part.pools[0].buffers}
     assert places[1, "v"] == pool.v_buffer[1].ctypes.data
     assert places[0, "k"] == pool.k_buffer[0].ctypes.data
@@ -157,8 +161,8 @@ def test_metadata_rows() -> None:
 
 def test_cache_and_rows_in_one_document() -> None:
     pool = MHATokenToKVPool()
-    cache = read_cache(pool, kv_args(pool, [*pool.k_buffer, *pool.v_buffer]), 3, 2)
-    both = document("one", "model", 0, [*describe_cache(cache, 0, 1), describe_rows(ROWS)])
+    cache = read(pool, kv_args(pool, [*pool.k_buffer, *pool.v_buffer]), 2)
+    both = document("one", "model", 0, [*cache, describe_rows(ROWS)])
     rows = next(pool for pool in worker(both).pools if pool.group == "row.512")
     assert worker(both).regions[rows.buffers[0].region].base == ROWS[1].address
 
@@ -169,7 +173,6 @@ def test_cache_and_rows_in_one_document() -> None:
         ({"layer_num": 3}, {"layer_num": 2}, "layers"),
         ({"head_dim": 8, "v_head_dim": 8}, {"head_dim": 4, "v_head_dim": 4}, "axes"),
         ({"dtype": "torch.float32"}, {"dtype": "torch.bfloat16"}, "dtype"),
-        ({"page_size": 16}, {"page_size": 8}, "constants"),
         ({"head_num": 2}, {"head_num": 4}, "axes"),
     ],
 )
@@ -186,18 +189,19 @@ def test_sides_that_differ_are_told_both_values(one: dict[str, Any], other: dict
 def refused(match: str, pool: Any, args: Any = None, heads: int = 2) -> None:
     args = args or kv_args(pool, [*pool.k_buffer, *pool.v_buffer])
     with pytest.raises(EngineError, match=match):
-        describe_cache(read_cache(pool, args, 3, heads), 0, 1)
+        read(pool, args, heads)
 
 
 def test_what_is_not_known_is_refused() -> None:
     pool = MHATokenToKVPool()
     good = kv_args(pool, [*pool.k_buffer, *pool.v_buffer])
     refused(r"layout 'hnd'", MHATokenToKVPool(kv_cache_layout="hnd"))
-    refused(r"on device 'cuda:0'", MHATokenToKVPool(device="cuda:0"))
-    refused(r"is a SWAKVPool", type("SWAKVPool", (MHATokenToKVPool,), {})())
-    refused(
-        r"keeps state beside its KV cache \(mamba\)", pool, SimpleNamespace(**{**vars(good), "state_types": ["mamba"]})
-    )
+    refused(r"is a PageMajorMHATokenToKVPool", type("PageMajorMHATokenToKVPool", (MHATokenToKVPool,), {})())
+    state = {"state_data_ptrs": [[0x1000]], "state_data_lens": [[64]], "state_item_lens": [[8]]}
+    odd = SimpleNamespace(**{**vars(good), **state, "state_types": ["block_scale"]})
+    refused(r"keeps state beside its KV cache that kvferry doesn't know: block_scale", pool, odd)
+    mamba = SimpleNamespace(**{**vars(odd), "state_types": ["swa"]})
+    refused(r"KVArgs lists swa, which a MHATokenToKVPool doesn't have", pool, mamba)
     refused(r"shape of a slot: the pool has \[2, 8\], expected was \[4, 8\]", pool, heads=4)
 
 

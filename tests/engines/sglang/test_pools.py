@@ -15,8 +15,9 @@ import torch  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
 
-from kvferry.engines.sglang.layout import describe_cache, document  # noqa: E402
-from kvferry.engines.sglang.pool import map_memory, probe_pool, read_cache, tensors_of  # noqa: E402
+from kvferry.engines.sglang.layout import document  # noqa: E402
+from kvferry.engines.sglang.pool import Model, Ranks, named_tensors, read_pool  # noqa: E402
+from kvferry.engines.sglang.probe import map_memory, probe_pool  # noqa: E402
 from kvferry.errors import EngineError  # noqa: E402
 from kvferry.transport.memory import HostMemory  # noqa: E402
 
@@ -38,13 +39,12 @@ def test_what_a_pool_writes_is_found(kind: str, page: int, dtype: torch.dtype) -
     pool = make(kind, page, dtype)
     pointers, lengths, items = pool.get_contiguous_buf_infos()
     args = SimpleNamespace(kv_data_ptrs=pointers, kv_data_lens=lengths, kv_item_lens=items, state_types=[])
-    cache = read_cache(pool, args, LAYERS, heads=2)
-    instance = document("one", "model", 0, describe_cache(cache, 0, 1))
+    instance = document("one", "model", 0, read_pool(pool, args, Model(LAYERS, 2), Ranks(0, 1, 0, 1)))
     worker = instance.workers[0]
     memory = HostMemory([map_memory(region.base, region.bytes) for region in worker.regions])
     with get_parallel().override(attn_dcp_size=1, dcp_enabled=False):
         probe_pool(pool, worker, instance.groups, memory)
-        assert not any(tensor.view(torch.uint8).any() for each in tensors_of(pool).values() for tensor in each)
+        assert not any(tensor.view(torch.uint8).any() for tensor in named_tensors(pool).values())
         original = pool.set_kv_buffer
         pool.set_kv_buffer = lambda layer, loc, *rest, **options: original(layer, loc.flip(0), *rest, **options)
         with pytest.raises(EngineError, match="layout probe"):

@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.common.conn import KVTransferError  # noqa: E402
 from sglang.srt.disaggregation.utils import DisaggregationMode  # noqa: E402
 
 from kvferry.engines.dump import merge_dumps, read_dump  # noqa: E402
-from kvferry.engines.sglang import manager as manager_module  # noqa: E402
+from kvferry.engines.sglang import pool as pool_module  # noqa: E402
 from kvferry.engines.sglang.receiver import KVFerryReceiver  # noqa: E402
 from kvferry.engines.sglang.sender import KVFerrySender  # noqa: E402
 from kvferry.errors import EngineError  # noqa: E402
@@ -273,7 +273,7 @@ def test_a_dump_says_what_was_registered(
         whole = merge_dumps(dumps)
         assert [worker.pools[0].owned["head"] for worker in whole.workers] == [((0, 2),), ((2, 4),)]
         names = {tensor.name: tensor.address.value for tensor in dumps[0].tensors}
-        assert names["layers.1.v"] == rig.decode[0].pool.v_buffer[1].pretended
+        assert names["layers.1.v"] == rig.decode[0].pool.v_buffer[1].data_ptr()
 
 
 def test_a_registry_of_the_cluster(model: Path, free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,8 +318,8 @@ def layers_reversed(described: Any) -> Any:
 def test_a_wrong_layout_does_not_start(
     model: Path, free_port: int, monkeypatch: pytest.MonkeyPatch, damage: Damage
 ) -> None:
-    honest = manager_module.describe_cache
-    monkeypatch.setattr(manager_module, "describe_cache", lambda *args: [damage(part) for part in honest(*args)])
+    honest = pool_module.describe_cache
+    monkeypatch.setattr(pool_module, "describe_cache", lambda *args: [damage(part) for part in honest(*args)])
     ranks: list[Rank] = []
     with pytest.raises(EngineError, match=r"(?s)layout probe: group attn, layer \d, part [kv].*layout:.*memory:"):
         start_side(ranks, model, DisaggregationMode.DECODE, 1, 16, free_port)
