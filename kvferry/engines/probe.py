@@ -7,23 +7,32 @@ model would read garbage. So an engine writes `tags` with its own cache update, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import EngineError
+from kvferry.layout.address import Address
 from kvferry.layout.document import TOKEN, Buffer, Group, Pool, Worker
 from kvferry.layout.request import Side
-from kvferry.plan.dense import Chunk, chunk_bytes, dense_copies
+from kvferry.plan.dense import Chunk, DenseCopies, chunk_bytes, dense_copies
 from kvferry.plan.route import Box
-from kvferry.transport.memory import HostMemory
+from kvferry.transport.copies import Bytes
 
 Tags = npt.NDArray[np.unsignedinteger[Any]]
 _NORMAL = {1: (0x08, 0x7C), 2: (0x0400, 0x7C00), 4: (0x0080_0000, 0x7F80_0000)}
 """Bit patterns [low, high) are positive normal numbers in every float format of that width (float8 e4m3fn and e5m2,
 float16 and bfloat16): no operation on the way flushes them to zero or changes a NaN."""
 _UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+class Readable(Protocol):
+    """Memory that a probe can look into."""
+
+    def gather(self, copies: DenseCopies, out: Bytes) -> None: ...
+
+    def view(self, base: Address, nbytes: int) -> Bytes: ...
 
 
 def tags(shape: tuple[int, ...], item_bytes: int, seed: int) -> Tags:
@@ -41,7 +50,7 @@ def tags(shape: tuple[int, ...], item_bytes: int, seed: int) -> Tags:
 def check_written(
     worker: Worker,
     group: Group,
-    memory: HostMemory,
+    memory: Readable,
     side: Side,
     tokens: tuple[int, int],
     written: Mapping[tuple[int, str], Tags],
@@ -85,7 +94,7 @@ def _holder(worker: Worker, group: Group, layer: int, part: str) -> tuple[Pool, 
     )
 
 
-def _strides(worker: Worker, memory: HostMemory, pool: Pool, buffer: Buffer, values: Tags) -> str:
+def _strides(worker: Worker, memory: Readable, pool: Pool, buffer: Buffer, values: Tags) -> str:
     """Layout and memory one above the other: the strides the layout states, and where the tags really are."""
     region = worker.regions[buffer.region]
     modes = ", ".join(f"{mode.axis} × {mode.extent}: {mode.stride_bytes:+d}" for mode in pool.modes)

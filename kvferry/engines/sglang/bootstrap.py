@@ -6,7 +6,9 @@ usual registration, which name that is and which registry they are in; decode as
 
 from __future__ import annotations
 
+import asyncio
 import http.client
+import logging
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -15,11 +17,16 @@ from aiohttp import web
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, PrefillServerInfo
 
 from kvferry.engines.sglang import NAME
-from kvferry.errors import DocumentError, EngineError
+from kvferry.errors import DocumentError, EngineError, KVFerryError
 from kvferry.layout.document import Struct, decode_json, encode_json
+from kvferry.session.keys import access
+from kvferry.session.registry import Registry
+
+LOG = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 64 << 10
 TIMEOUT_S = 5.0
+Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 
 
 class Home(Struct, frozen=True):
@@ -29,11 +36,46 @@ class Home(Struct, frozen=True):
     registry: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
+class _Rank(msgspec.Struct, frozen=True):
+    """Of a registration, what says which rank it is of, and of how many; other fields are SGLang's."""
+
+    kvferry: Home
+    attn_tp_size: Size
+    attn_tp_rank: Size
+    attn_cp_size: Size
+    attn_cp_rank: Size
+    attn_dp_size: Size
+    attn_dp_rank: Size
+    pp_size: Size
+    pp_rank: Size
+    system_dp_size: Size
+    system_dp_rank: Size
+    rank_ip: Annotated[str, msgspec.Meta(max_length=256)]
+    rank_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    page_size: Size
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.attn_tp_size, self.attn_cp_size, self.attn_dp_size, self.pp_size, self.system_dp_size)
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        return (self.dp_rank, self.attn_cp_rank, self.attn_tp_rank, self.pp_rank)
+
+    @property
+    def dp_rank(self) -> int:
+        return self.attn_dp_rank if self.system_dp_size == 1 else self.system_dp_rank
+
+
 class KVFerryBootstrapServer(CommonKVBootstrapServer):
-    """Runs beside the prefill server's HTTP front end."""
+    """Runs beside the prefill server's HTTP front end.
+
+    A rank is registered once: the same again changes nothing, and another one takes its place only when the first one's
+    instance is no longer in its registry.
+    """
 
     def __init__(self, host: str, port: int) -> None:
-        self._homes: dict[int, Home] = {}
+        self._ranks: dict[tuple[int, ...], _Rank] = {}
         super().__init__(host, port)
 
     def _setup_routes(self) -> None:
@@ -42,22 +84,52 @@ class KVFerryBootstrapServer(CommonKVBootstrapServer):
 
     async def _handle_route_put(self, request: web.Request) -> web.Response:
         try:
-            data = await request.json()
-            home = decode_json(encode_json(data.pop(NAME)), Home)
-            rank = int(data["attn_dp_rank"] if data["system_dp_size"] == 1 else data["system_dp_rank"])
-        except (DocumentError, ValueError, KeyError, TypeError, AttributeError) as error:
-            return web.Response(text=f"no registration of a kvferry prefill rank: {error!r}", status=400)
+            rank = decode_json(await request.read(), _Rank)
+        except DocumentError as error:
+            return web.Response(text=f"no registration of a kvferry prefill rank: {error}", status=400)
+        problem = self._problem(rank)
+        if problem:
+            return web.Response(text=problem, status=400)
+        known = self._ranks.get(rank.place) or next(
+            (r for r in self._ranks.values() if r.dp_rank == rank.dp_rank), None
+        )
+        if known == rank:
+            return web.Response(text="OK", status=200)
+        if known is not None and (known.place == rank.place or known.kvferry != rank.kvferry):
+            if await asyncio.get_running_loop().run_in_executor(None, is_there, known.kvferry):
+                LOG.warning("registration of %s refused: %s is there", rank.kvferry.instance, known.kvferry.instance)
+                text = f"rank {rank.place} (dp, cp, tp, pp) of {known.kvferry.instance!r} is registered and alive"
+                return web.Response(text=text, status=409)
         response: web.Response = await super()._handle_route_put(request)
         if response.status == 200:
-            self._homes[rank] = home
+            if rank.place in self._ranks:
+                self._registered_count -= 1  # SGLang counts registrations, and is ready when there are enough
+            self._ranks[rank.place] = rank
         return response
+
+    def _problem(self, rank: _Rank) -> str:
+        first = next(iter(self._ranks.values()), rank)
+        if rank.sizes != first.sizes:
+            return f"sizes (tp, cp, attention dp, pp, dp) {rank.sizes}, the other ranks have {first.sizes}"
+        ranks = (rank.attn_tp_rank, rank.attn_cp_rank, rank.attn_dp_rank, rank.pp_rank, rank.system_dp_rank)
+        if any(at >= max(1, size) for at, size in zip(ranks, rank.sizes)):
+            return f"rank {ranks} (tp, cp, attention dp, pp, dp) is not inside sizes {rank.sizes}"
+        return ""
 
     async def _handle_home(self, request: web.Request) -> web.Response:
         text = request.query.get("dp_rank", "")
-        home = self._homes.get(int(text)) if text.isdecimal() else None
+        home = next((rank.kvferry for rank in self._ranks.values() if str(rank.dp_rank) == text), None)
         if home is None:
-            return web.Response(text=f"no prefill instance of dp_rank {text!r} has registered", status=404)
+            return web.Response(text=f"no prefill instance of dp_rank {text[:20]!r} has registered", status=404)
         return web.Response(body=encode_json(home), content_type="application/json")
+
+
+def is_there(home: Home) -> bool:
+    """Whether any worker of an instance is in its registry."""
+    try:
+        return bool(Registry(home.registry, keys=access(None, None).keys).instance(home.instance).workers)
+    except KVFerryError:
+        return False
 
 
 def fetch_home(address: str, dp_rank: int) -> Home:

@@ -33,6 +33,7 @@ from kvferry.engines.sglang import NAME
 from kvferry.engines.sglang.bootstrap import Home, fetch_home, fetch_topology
 from kvferry.engines.sglang.control import Ask, Attempts, Cancel, Rooms, decode
 from kvferry.engines.sglang.layout import ROW_TABLE, describe_rows, document
+from kvferry.engines.sglang.memory import memory_of
 from kvferry.engines.sglang.options import Options
 from kvferry.engines.sglang.places import Pages, held, tables, wanted
 from kvferry.engines.sglang.pool import Model, Ranks, named_tensors, read_pool, registered, state_kinds
@@ -42,7 +43,6 @@ from kvferry.layout.document import Instance
 from kvferry.layout.request import Side
 from kvferry.session import Endpoint, RegistryServer, Transfer
 from kvferry.session.events import Fence
-from kvferry.transport.memory import HostMemory
 
 LOG = logging.getLogger(__name__)
 END_S = 10.0
@@ -51,9 +51,12 @@ LISTEN_MS = 500
 
 
 class KVFerryManager(CommonKVManager):
-    """`map_memory` says where a registered address really is, so that tests can emulate devices."""
+    """`map_memory` says where a registered address really is, and `map_all` does so for all that a worker has, so that
+    tests can emulate devices.
+    """
 
     map_memory = staticmethod(map_memory)
+    map_all = staticmethod(memory_of)
     reports_transfer_latency = True
 
     def __init__(
@@ -66,7 +69,7 @@ class KVFerryManager(CommonKVManager):
         self.instance, self._table_of = self._describe(args, server_args, parallel)
         self.state_names = state_kinds(args)
         worker = self.instance.workers[0]
-        memory = HostMemory([self.map_memory(region.base, region.bytes) for region in worker.regions])
+        memory = self.map_all(worker, list(named_tensors(args.kvferry_pool).values()), self.map_memory)
         self._dump(args)
         probe_pool(args.kvferry_pool, worker, self.instance.groups, memory)
         self.endpoint = Endpoint(
@@ -130,19 +133,20 @@ class KVFerryManager(CommonKVManager):
 
     def send_more(self, room: int, transfer: Transfer, pages: Pages, fence: Fence | None) -> None:
         """Prefill: these pages hold the prompt from its first token on, and with a row, all that goes with it."""
-        groups = held(self.instance.groups, self._table_of, pages)
-        self.endpoint.extend(transfer, groups, tables(pages), last=pages.row is not None, fence=fence)
+        known = (self.instance.groups, self._table_of, pages)
+        self.endpoint.extend(transfer, held(*known), tables(*known), last=pages.row is not None, fence=fence)
         self.update_status(room, KVPoll.Transferring)
 
     def receive_pages(
         self, room: int, transfer: str, source: Home, pages: Pages, source_page: int, window: int | None
     ) -> Transfer:
         """Decode: fetch what belongs into these pages from a source whose pages take `source_page` tokens."""
+        known = (self.instance.groups, self._table_of, pages)
         started = self.endpoint.receive(
             transfer,
             source.instance,
-            wanted(self.instance.groups, self._table_of, pages, source_page, window),
-            tables(pages),
+            wanted(*known, source_page, window),
+            tables(*known),
             timeout_s=self.transfer_timeout_s,
             registry=source.registry,
             piece_tokens=self.piece_tokens,

@@ -46,9 +46,13 @@ def named_states(names: Sequence[str], given: Sequence[Any] | None) -> dict[str,
     return {name: np.ravel(ids).tolist() for name, ids in zip(names, given or ()) if ids is not None}
 
 
-def tables(pages: Pages) -> Side:
+def tables(groups: Sequence[Group], table_of: Mapping[str, str], pages: Pages) -> Side:
+    """The page tables; a slot of recurrent state stands for the whole request, not for its last token."""
+    slots = {table_of[group.name] for group in groups if group.growth == "state"}
     named = {KV_TABLE: Table(tuple(pages.kv), pages.start), ROW_TABLE: Table(() if pages.row is None else (pages.row,))}
-    return Side({**named, **{name: Table(tuple(ids), pages.first(name)) for name, ids in pages.states.items()}})
+    for name, ids in pages.states.items():
+        named[name] = Table(tuple(ids), 0 if name in slots else pages.first(name))
+    return Side(named)
 
 
 def held(groups: Sequence[Group], table_of: Mapping[str, str], pages: Pages) -> dict[str, Wanted]:

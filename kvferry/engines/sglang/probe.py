@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.engines.probe import check_written, tags
+from kvferry.engines.probe import Readable, check_written, tags
 from kvferry.engines.sglang.pool import INDEX, MAMBA, Slots, slots_of, state_tensors
 from kvferry.layout.address import Address
 from kvferry.layout.document import Group, Worker
 from kvferry.layout.request import Side, Table
-from kvferry.transport.memory import HostMemory, MappedRegion, map_array
+from kvferry.transport.memory import MappedRegion, map_array
 
 SCRATCH_PAGES = (1, 0)
 """Pages that the probe writes: SGLang keeps page 0 for padding, and nothing is allocated yet when the probe runs. Two,
@@ -29,7 +29,7 @@ def map_memory(address: Address, nbytes: int) -> MappedRegion:
     return map_array(np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address.value)))
 
 
-def probe_pool(pool: Any, worker: Worker, groups: Sequence[Group], memory: HostMemory) -> None:
+def probe_pool(pool: Any, worker: Worker, groups: Sequence[Group], memory: Readable) -> None:
     """Write different values through the pool's own updates and find them where `worker` says; EngineError if not.
 
     The scratch pages are zero afterwards. The pool must be unused.
@@ -46,7 +46,7 @@ def _of_slots(group: Group, slots: Slots) -> bool:
     return group.name.partition(".")[0] == slots.group
 
 
-def _probe_slots(slots: Slots, worker: Worker, groups: Sequence[Group], memory: HostMemory) -> None:
+def _probe_slots(slots: Slots, worker: Worker, groups: Sequence[Group], memory: Readable) -> None:
     import torch
 
     pool, size = slots.pool, int(slots.pool.page_size)
@@ -79,7 +79,7 @@ def _as_group(group: Group, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any
     return values.reshape(len(values), *([values.shape[1]] if "head" in group.axes else []), values.shape[-1])
 
 
-def _probe_state(mamba_pool: Any, worker: Worker, groups: Sequence[Group], memory: HostMemory) -> None:
+def _probe_state(mamba_pool: Any, worker: Worker, groups: Sequence[Group], memory: Readable) -> None:
     """Recurrent state is written by kernels that take a layer's tensors and a slot, from the same accessor as here."""
     import torch
 
@@ -99,7 +99,7 @@ def _probe_state(mamba_pool: Any, worker: Worker, groups: Sequence[Group], memor
             (cache.temporal if name == "temporal" else cache.conv[number])[slot] = 0
 
 
-def _probe_index(slots: Slots, worker: Worker, groups: Sequence[Group], memory: HostMemory) -> None:
+def _probe_index(slots: Slots, worker: Worker, groups: Sequence[Group], memory: Readable) -> None:
     """Index keys are written by kernels for one kind of device only. What SGLang has everywhere is its `move` of single
     tokens: it moves a page's tokens one by one, in other order, so it shows where SGLang sees each key and scale.
     """

@@ -5,9 +5,13 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.engines.sglang.park import PROMPTS, Park, Tokens, listening, shared_memory
+from tests.engines.sglang.servers import Server, generate
 
 ROOT = Path(__file__).parents[3]
 NEEDED = "sglang is not importable: run `make test-sglang`, or scripts/setup_sglang.sh and that environment's Python"
@@ -37,3 +41,26 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def park(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Park]:
+    before = shared_memory()
+    park = Park(model, tmp_path_factory.mktemp("servers"))
+    yield park
+    park.stop()
+    assert not [pid for server in park.all for pid in server.pids()], "a server process is left"
+    ports = {port for server in park.all for port in (server.port, server.bootstrap_port)}
+    assert not ports & listening(), "a socket is left"
+    assert shared_memory() <= before, "shared memory is left"
+
+
+@pytest.fixture(scope="session")
+def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokens:
+    server = Server("plain", model, tmp_path_factory.mktemp("plain")).wait()
+    try:
+        tokens: Tokens = [generate(server.port, prompt)[1]["output_ids"] for prompt in PROMPTS]
+    finally:
+        server.stop()
+    assert len({tuple(each) for each in tokens}) == len(PROMPTS)  # what comes depends on the prompt
+    return tokens

@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,22 @@ def free_ports(count: int) -> list[int]:
 
 
 class Server:
-    """One server. `kind`: plain, prefill or decode; `paths`: folders for PYTHONPATH; the log is `log`."""
+    """One server. `kind`: plain, prefill or decode; `paths`: folders for PYTHONPATH; `arguments`, `variables`: more for
+    its command line and environment. The log is `log`.
+    """
 
     def __init__(
-        self, kind: str, model: Path, folder: Path, *, tp: int = 1, core: int = 0, page: int = 1, paths: str = ""
+        self,
+        kind: str,
+        model: Path,
+        folder: Path,
+        *,
+        tp: int = 1,
+        core: int = 0,
+        page: int = 1,
+        paths: str = "",
+        arguments: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.port, self.bootstrap_port = free_ports(2)
         self.tp = tp
@@ -51,8 +64,9 @@ class Server:
             "CORES": "0|1" if tp > 1 else str(core),
             "PYTHONPATH": paths,
             "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+            **(variables or {}),
         }
-        command = [str(SCRIPTS / f"{kind}.sh"), "--page-size", str(page)]
+        command = [str(SCRIPTS / f"{kind}.sh"), "--page-size", str(page), *arguments]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -120,3 +134,22 @@ def post(port: int, path: str, body: dict[str, Any], timeout_s: float = REQUEST_
 def generate(port: int, prompt: list[int], new_tokens: int = NEW_TOKENS, **extra: Any) -> tuple[int, Any]:
     sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
     return post(port, "/generate", {"input_ids": prompt, "sampling_params": sampling, **extra})
+
+
+def healthy(server: Server) -> bool:
+    """What SGLang itself says, by a request through its scheduler."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health_generate", timeout=30) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def write_plugin(folder: Path, name: str, code: str) -> str:
+    """A package in `folder` whose `load` SGLang calls at start; the folder, for PYTHONPATH."""
+    (folder / f"{name}.py").write_text(code)
+    package = folder / f"{name}-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (package / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {name}:load\n")
+    return str(folder)

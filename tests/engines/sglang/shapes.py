@@ -133,8 +133,10 @@ class Shape:
         for layer, buffer in enumerate(rank.pool.index_k_with_scale_buffer):
             if buffer.numel():
                 plain = _plain(buffer)
-                keys = plain[:, : 64 * 128].reshape(-1, 64, 128)
-                scales = plain[:, 64 * 128 :].reshape(-1, 64, 4)
+                # a page has all keys, then all scales; reshape would make copies
+                pages, step = len(plain), plain.strides[0]
+                keys = np.lib.stride_tricks.as_strided(plain, (pages, 64, 128), (step, 128, 1))
+                scales = np.lib.stride_tricks.as_strided(plain[:, 64 * 128 :], (pages, 64, 4), (step, 4, 1))
                 found.append(Cells(4, layer, "dsa", keys, (np.arange(128),)))
                 found.append(Cells(5, layer, "dsa", scales, (np.arange(4),)))
         return found

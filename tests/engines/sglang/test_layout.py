@@ -224,7 +224,7 @@ def test_a_draft_models_buffers_are_refused_not_forgotten() -> None:
     """F45."""
     pool, draft = MHATokenToKVPool(), MHATokenToKVPool(layer_num=1)
     args = kv_args(pool, [*pool.k_buffer, *pool.v_buffer, *draft.k_buffer, *draft.v_buffer])
-    refused("KVArgs lists 8 KV buffers, the pool has 6; the cache of a draft model", pool, args)
+    refused("KVArgs lists 8 kv buffers, the pool has 6; the cache of a draft model", pool, args)
 
 
 def test_a_tensor_with_other_strides_than_the_first() -> None:

@@ -6,131 +6,20 @@ order in which they are written.
 
 from __future__ import annotations
 
-import itertools
-import random
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines.sglang.servers import SCRIPTS, Server, free_ports, generate, post
+from tests.engines.sglang.park import PROMPTS, Park, Tokens, all_at_once, one_by_one, room, through
+from tests.engines.sglang.servers import SCRIPTS, free_ports, generate, post, write_plugin
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.timeout(600)]
-LENGTHS = (5, 17, 40, 63, 151, 300, 500)
-_draw = random.Random(7)
-PROMPTS = [[_draw.randrange(3, 259) for _ in range(length)] for length in LENGTHS]
-_rooms = itertools.count(random.randrange(1 << 60))
-Tokens = list[list[int]]
-
-
-def room(prefill: Server) -> dict[str, Any]:
-    return {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port, "bootstrap_room": next(_rooms)}
-
-
-def through(prefill: Server, decode: Server, prompt: list[int], **extra: Any) -> tuple[int, Any]:
-    """The same request to both, as a router does it; decode's answer."""
-    where = room(prefill)
-    other = threading.Thread(target=generate, args=(prefill.port, prompt), kwargs={**where, **extra})
-    other.start()
-    answer = generate(decode.port, prompt, **where, **extra)
-    other.join()
-    return answer
-
-
-def one_by_one(prefill: Server, decode: Server) -> Tokens:
-    return [through(prefill, decode, prompt)[1]["output_ids"] for prompt in PROMPTS]
-
-
-def all_at_once(prefill: Server, decode: Server) -> Tokens:
-    found: dict[int, list[int]] = {}
-
-    def run(index: int) -> None:
-        found[index] = through(prefill, decode, PROMPTS[index])[1]["output_ids"]
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(PROMPTS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[index] for index in range(len(PROMPTS))]
-
-
-class Park:
-    """The servers of this module, by what they are; at most four at a time."""
-
-    def __init__(self, model: Path, folder: Path) -> None:
-        self._model, self._folder = model, folder
-        self._running: dict[tuple[str, int, int, str], Server] = {}
-        self.all: list[Server] = []
-
-    def get(self, *wanted: tuple[str, int, int, str]) -> list[Server]:
-        """(kind, tp, page, PYTHONPATH) each. Those that aren't wanted and of another page size are stopped."""
-        for key in [key for key in self._running if key not in wanted and (key[2] != wanted[0][2] or key[3])]:
-            self._running.pop(key).stop()
-        new = [key for key in wanted if key not in self._running]
-        for key in new:
-            kind, tp, page, paths = key
-            core = 0 if kind == "prefill" else 1
-            server = Server(kind, self._model, self._folder, tp=tp, page=page, core=core, paths=paths)
-            self._running[key] = server
-            self.all.append(server)
-        for key in new:
-            try:
-                self._running[key].wait()
-            except AssertionError:
-                del self._running[key]
-                raise
-        return [self._running[key] for key in wanted]
-
-    def pair(self, prefill_tp: int, decode_tp: int, page: int) -> tuple[Server, Server]:
-        prefill, decode = self.get(("prefill", prefill_tp, page, ""), ("decode", decode_tp, page, ""))
-        return prefill, decode
-
-    def forget(self, server: Server) -> None:
-        self._running = {key: each for key, each in self._running.items() if each is not server}
-
-    def stop(self) -> None:
-        for server in self._running.values():
-            server.stop()
-        self._running.clear()
-
-
-@pytest.fixture(scope="module")
-def park(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Park]:
-    before = shared_memory()
-    park = Park(model, tmp_path_factory.mktemp("servers"))
-    yield park
-    park.stop()
-    assert not [pid for server in park.all for pid in server.pids()], "a server process is left"
-    ports = {port for server in park.all for port in (server.port, server.bootstrap_port)}
-    assert not ports & listening(), "a socket is left"
-    assert shared_memory() <= before, "shared memory is left"
-
-
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir() if "kvferry" in path.name}
-
-
-def listening() -> set[int]:
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}
-
-
-@pytest.fixture(scope="module")
-def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokens:
-    server = Server("plain", model, tmp_path_factory.mktemp("plain")).wait()
-    try:
-        tokens: Tokens = [generate(server.port, prompt)[1]["output_ids"] for prompt in PROMPTS]
-    finally:
-        server.stop()
-    assert len({tuple(each) for each in tokens}) == len(PROMPTS)  # what comes depends on the prompt
-    return tokens
 
 
 @pytest.mark.parametrize(("page", "sizes"), [(p, s) for p in (1, 16) for s in ((1, 1), (1, 2), (2, 1))])
@@ -143,20 +32,16 @@ def test_tokens_equal_those_of_a_plain_server(park: Park, plain: Tokens, page: i
 CONTROL = '''
 """Swaps the heads that the two decode ranks say they own: the transfer is flawless, and the model reads wrong heads."""
 def load():
-    from kvferry.engines.sglang import manager
-    honest = manager.describe_cache
-    manager.describe_cache = lambda cache, rank, size: honest(cache, size - 1 - rank, size)
+    from kvferry.engines.sglang import pool
+    honest = pool.describe_cache
+    pool.describe_cache = lambda cache, rank, size: honest(cache, size - 1 - rank, size)
 '''
 
 
 def test_wrong_heads_are_seen(park: Park, plain: Tokens, tmp_path: Path) -> None:
     """Negative control: the comparison above can fail."""
-    (tmp_path / "wrong_heads.py").write_text(CONTROL)
-    package = tmp_path / "wrong_heads-1.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: wrong-heads\nVersion: 1\n")
-    (package / "entry_points.txt").write_text("[sglang.srt.plugins]\nwrong_heads = wrong_heads:load\n")
-    prefill, decode = park.get(("prefill", 1, 16, ""), ("decode", 2, 16, str(tmp_path)))
+    damaged = write_plugin(tmp_path, "wrong_heads", CONTROL)
+    prefill, decode = park.get(("prefill", 1, 16, ""), ("decode", 2, 16, damaged))
     found = one_by_one(prefill, decode)
     assert [len(tokens) for tokens in found] == [len(tokens) for tokens in plain]
     assert not any(ours == theirs for ours, theirs in zip(found, plain))
