@@ -22,6 +22,7 @@ COMMANDS = {
     "plan": "show who sends what to whom between two instances, or the copies of one request",
     "registry": "serve the registry by which instances find each other",
     "trace": "tell one request's story across all workers, or list what runs and what it waits for",
+    "verify": "move patterns between two instances and check every byte, before traffic is let in",
 }
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130
