@@ -82,6 +82,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(told, RegistryAt):
             self._schedules.registry = told.url
 
+    def on_new_request(self, request: Any) -> None:
+        self._schedules.new_request(request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return self._schedules.matched(request, num_computed_tokens)
 

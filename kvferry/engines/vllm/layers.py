@@ -11,12 +11,24 @@ from typing import Any
 
 from kvferry.errors import EngineError
 
-WINDOW = "window-"
+WINDOW, STATE = "window-", "state-"
+FULL, LATENT = "full", "latent"
+
+
+@dataclass(frozen=True)
+class State:
+    """One tensor of a recurrent layer's state: its shape on this worker and data type."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True)
 class CachedLayer:
-    """One attention layer on one worker. `table` is its KV cache group, `kind` the name of its logical group."""
+    """One layer on one worker. `table` is its KV cache group, `kind` the name of its logical group.
+
+    A latent has one head that is its own key and no value; a recurrent layer has `states` instead of heads.
+    """
 
     name: str
     layer: int
@@ -27,6 +39,7 @@ class CachedLayer:
     key_dim: int
     value_dim: int
     block_tokens: int
+    states: tuple[State, ...] = ()
 
 
 def cached_layers(groups: Sequence[Any], attention: Mapping[str, Any]) -> tuple[CachedLayer, ...]:
@@ -49,18 +62,24 @@ def _spec_of(group: Any, name: str) -> Any:
 
 
 def _layer(name: str, table: int, spec: Any, attention: Any) -> CachedLayer:
+    kind = kind_of(spec, name)
+    if is_state(kind):
+        states = tuple(State(tuple(shape), dtype_name(dtype)) for shape, dtype in zip(spec.shapes, spec.dtypes))
+        return CachedLayer(name, layer_id(name), table, kind, kind, 0, 0, 0, spec.block_size, states)
     quantised = int(getattr(spec, "kv_quant_mode", 0))
     if quantised or getattr(spec, "state_content_bytes", None) is not None:
         raise EngineError(
             f"layer {name}: a quantised or packed KV cache ({spec.dtype}, mode {quantised}) can't be moved yet; "
             "start vLLM with --kv-cache-dtype auto"
         )
+    if getattr(spec, "tokens_per_state", 1) != 1:
+        raise EngineError(f"layer {name}: a cache of {spec.tokens_per_state} tokens per entry can't be moved yet")
     return CachedLayer(
         name=name,
         layer=layer_id(name),
         table=table,
-        kind=kind_of(spec, name),
-        backend=attention.attn_backend.get_name(),
+        kind=kind,
+        backend=attention.attn_backend.get_name() if hasattr(attention, "attn_backend") else kind,
         heads=spec.num_kv_heads,
         key_dim=spec.head_size,
         value_dim=spec.head_size_v,
@@ -69,15 +88,21 @@ def _layer(name: str, table: int, spec: Any, attention: Any) -> CachedLayer:
 
 
 def kind_of(spec: Any, name: str) -> str:
-    """`"full"`, or `"window-N"` where only the last N tokens are kept; EngineError for any other kind of cache."""
+    """`"full"`, `"window-N"` where only the last N tokens are kept, `"latent"`, or `"state-TYPE"` of a recurrent layer;
+    EngineError for any other kind of cache.
+    """
     kind = type(spec).__name__
     if kind == "FullAttentionSpec":
-        return "full"
+        return FULL
     if kind == "SlidingWindowSpec":
         return f"{WINDOW}{spec.sliding_window}"
+    if kind == "MLAAttentionSpec" and spec.model_version is None and spec.cache_role.name != "INDEXER":
+        return LATENT
+    if kind == "MambaSpec":
+        return f"{STATE}{spec.mamba_type.name.lower()}"
     raise EngineError(
-        f"layer {name}: a cache of kind {kind} can't be moved yet, only full and sliding-window attention; "
-        "serve this model without KVFerryConnector"
+        f"layer {name}: a cache of kind {kind} can't be moved yet, only full, sliding-window and latent attention and "
+        "recurrent states; serve this model without KVFerryConnector"
     )
 
 
@@ -86,9 +111,18 @@ def window_of(kind: str) -> int | None:
     return int(kind.removeprefix(WINDOW)) if kind.startswith(WINDOW) else None
 
 
+def is_state(kind: str) -> bool:
+    """Whether this kind of cache is a state after so many tokens, and nothing of each token."""
+    return kind.startswith(STATE)
+
+
 def layer_id(name: str) -> int:
     """The global layer id in a vLLM layer name such as `model.layers.3.self_attn.attn`."""
     numbers = [part for part in name.split(".") if part.isdecimal()]
     if len(numbers) != 1:
         raise EngineError(f"layer {name}: expected one number in its name, the layer's, got {len(numbers)}")
     return int(numbers[0])
+
+
+def dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,7 +1,8 @@
 """The scheduler side: what vLLM asks about requests, turned into orders for the workers. No vLLM is imported here.
 
 Ready-first: prefill finishes, keeps its blocks and says in its answer where they are; decode takes them by that. The
-last token of a prompt is not moved, since decode computes it again for the first token of the answer.
+last token of a prompt is not moved, since decode computes it again for the first token of the answer. A recurrent state
+can't be taken back by a token, so prefill of such a model leaves the last token out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.engines.vllm.layers import kind_of, window_of
+from kvferry.engines.vllm.layers import is_state, kind_of, window_of
 from kvferry.engines.vllm.orders import Blocks, LoadOrder, Orders, SendOrder
 from kvferry.engines.vllm.params import Handle, make_params, read_handle, transfer_id
 from kvferry.errors import DocumentError
@@ -21,12 +22,20 @@ FINISHED = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 """How a prompt ends well; after any other end its blocks may be incomplete."""
 
 
+WITHOUT_LAST = "_kvferry_without_last"
+"""Marks a request on prefill whose last token was left out."""
+
+
 @dataclass(frozen=True)
 class BlockTable:
     """One KV cache group of vLLM: what kind of cache uses its blocks, and how many tokens a block holds."""
 
     kind: str
     block_tokens: int
+
+    def state_block(self, tokens: int) -> int:
+        """Which of a request's blocks holds the state after `tokens` tokens."""
+        return (tokens - 1) // self.block_tokens
 
     def first_token(self, blocks: Sequence[int]) -> int:
         """The first token that these blocks hold. A window's null blocks (0) all come first."""
@@ -49,10 +58,17 @@ class SchedulerSide:
 
     def __init__(self, engine: str, tables: Sequence[BlockTable], tp: int, pp: int) -> None:
         self._engine, self._tables, self._tp, self._pp = engine, tuple(tables), tp, pp
+        self._has_states = any(is_state(table.kind) for table in tables)
         self.registry = ""
         """Where our workers are registered; known as soon as they have started."""
         self._sends: list[SendOrder] = []
         self._loads: list[LoadOrder] = []
+
+    def new_request(self, request: Any) -> None:
+        """A prompt came. On prefill a model with recurrent states computes all but its last token."""
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_decode") and self._has_states:
+            leave_last_token(request)
 
     def matched(self, request: Any, computed: int) -> tuple[int, bool]:
         """(tokens that can be fetched beyond the `computed` ones, whether that happens between steps).
@@ -61,7 +77,7 @@ class SchedulerSide:
         """
         if not _wants_prefill(request):
             return 0, False
-        handle, _ = _read(request)
+        handle, _ = self._read(request)
         count = _stop(request, handle) - computed
         return (count, True) if count > 0 else (0, False)
 
@@ -69,19 +85,21 @@ class SchedulerSide:
         """vLLM has allocated blocks for what `matched` promised, or has found everything in its own prefix cache."""
         if not _wants_prefill(request):
             return
-        handle, problem = _read(request)
+        handle, problem = self._read(request)
         stop = _stop(request, handle) if external else 0
         self._load(request, handle, problem, stop - external, stop, blocks)
 
     def finished(self, request: Any, blocks: Blocks) -> tuple[bool, dict[str, Any] | None]:
         """(whether the blocks stay ours until the workers report the request as sent, what to answer)."""
         if _wants_prefill(request):
-            handle, problem = _read(request)  # it ended before it got blocks, but prefill's still wait for it
+            handle, problem = self._read(request)  # it ended before it got blocks, but prefill's still wait for it
             self._load(request, handle, problem, 0, 0, ())
             return False, None
         params = request.kv_transfer_params or {}
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         if not params.get("do_remote_decode") or request.status.name not in FINISHED or not self._holds(blocks, tokens):
+            return False, None
+        if self._has_states and not params.get(WITHOUT_LAST):
             return False, None
         transfer = transfer_id(self._engine, request.request_id)
         self._sends.append(SendOrder(request.request_id, transfer, tokens, blocks))
@@ -110,10 +128,26 @@ class SchedulerSide:
         if not any(blocks):
             return False
         for table, held in zip(self._tables, blocks):
+            if is_state(table.kind):
+                index = table.state_block(tokens)
+                if index >= len(held) or not held[index]:
+                    return False
             window = window_of(table.kind)
             if window is not None and table.first_token(held) > max(0, tokens - window):
                 return False
         return True
+
+    def _read(self, request: Any) -> tuple[Handle | None, str]:
+        """What the router passed on, or why it can't be used."""
+        try:
+            handle = read_handle(request.kv_transfer_params)
+        except DocumentError as error:
+            return None, str(error)
+        needed = request.num_prompt_tokens - 1
+        if self._has_states and handle.tokens != needed:
+            field = "kv_transfer_params.remote_num_tokens"
+            return None, f"{field}: prefill's states are after {handle.tokens} tokens, those after {needed} are needed"
+        return handle, ""
 
     def _load(self, request: Any, handle: Handle | None, problem: str, start: int, stop: int, blocks: Blocks) -> None:
         request.kv_transfer_params["do_remote_prefill"] = False  # once per request, also where it is preempted later
@@ -130,11 +164,20 @@ def _wants_prefill(request: Any) -> bool:
     return bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
 
 
-def _read(request: Any) -> tuple[Handle | None, str]:
-    try:
-        return read_handle(request.kv_transfer_params), ""
-    except DocumentError as error:
-        return None, str(error)
+def leave_last_token(request: Any) -> None:
+    """Take the last token off the prompt of a vLLM request that has not been scheduled yet, once.
+
+    Prompts of one token, of embeddings, or whose log probabilities are asked for stay whole, and decode computes them.
+    """
+    params = request.kv_transfer_params
+    ids = request.prompt_token_ids
+    if params.get(WITHOUT_LAST) or not ids or len(ids) < 2 or request.get_skip_reading_prefix_cache():
+        return
+    params[WITHOUT_LAST] = True
+    request.prompt_token_ids = ids[:-1]  # its list may be the client's too
+    request._all_token_ids.pop()
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1
 
 
 def _stop(request: Any, handle: Handle | None) -> int:

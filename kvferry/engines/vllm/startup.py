@@ -14,18 +14,19 @@ from typing import Any
 import torch
 import vllm
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from kvferry.engines.dump import write_dump
 from kvferry.engines.vllm.layers import cached_layers
-from kvferry.engines.vllm.layout import merge_groups, read_groups, read_worker
+from kvferry.engines.vllm.layout import merge_groups, read_groups, read_pieces, read_worker
 from kvferry.engines.vllm.options import Options
 from kvferry.engines.vllm.probe import probe
 from kvferry.engines.vllm.scheduler import block_tables
+from kvferry.engines.vllm.states import Split
 from kvferry.engines.vllm.worker import WorkerSide, open_endpoint
 from kvferry.engines.weights import model_name
 from kvferry.errors import EngineError
 from kvferry.layout.document import Instance
-from kvferry.layout.presets import tp_heads
 from kvferry.layout.validate import check_instance
 from kvferry.session.registry import RegistryServer
 from kvferry.transport.memory import HostMemory, map_array
@@ -68,15 +69,14 @@ def start_worker(config: Any, cache_config: Any, tensors: Mapping[str, Any], opt
     place = _place(config.parallel_config)
     attention = config.compilation_config.static_forward_context
     layers = cached_layers(cache_config.kv_cache_groups, attention)
-    kv_heads = config.model_config.get_total_num_kv_heads()
+    pieces = read_pieces(layers, tensors, cache_config.num_blocks, _split(config, place))
     server = RegistryServer() if place.rank == 0 and not options.registry else None
     try:
-        mine = (server.url if server else options.registry, read_groups(layers, tensors, kv_heads))
+        mine = (server.url if server else options.registry, read_groups(pieces))
         everyone = _exchange(mine, place)
         registry, _ = everyone[0]  # only worker 0 knows it
         groups = merge_groups(found for _, found in everyone)
-        heads = tp_heads(kv_heads, place.tp, place.tp_rank)
-        worker = read_worker(place.rank, heads, layers, tensors, groups, cache_config.num_blocks)
+        worker = read_worker(place.rank, pieces, groups)
         engine = config.kv_transfer_config.engine_id
         document = Instance(
             "kvferry-instance/1", engine, _model(config.model_config), tuple(groups.values()), (worker,)
@@ -86,7 +86,7 @@ def start_worker(config: Any, cache_config: Any, tensors: Mapping[str, Any], opt
         if folder:
             write_dump(Path(folder), "vllm", vllm.__version__, document, place.rank, dict(tensors))
         memory = HostMemory([map_array(tensors[cached.name]) for cached in layers])
-        probe(worker, groups, memory, layers, attention, cache_config.num_blocks)
+        probe(worker, pieces, groups, memory, attention, cache_config.num_blocks)
         endpoint = open_endpoint(document, place.rank, memory, place.world, registry, options)
     except BaseException:
         if server is not None:
@@ -103,6 +103,18 @@ def _place(parallel: Any) -> Place:
             raise EngineError(f"{name} {getattr(parallel, name)}: context parallelism isn't supported yet, set it to 1")
     tensor, pipeline = get_tp_group(), get_pp_group()
     return Place(tensor.rank_in_group, tensor.world_size, pipeline.rank_in_group, pipeline.world_size)
+
+
+def _split(config: Any, place: Place) -> Split:
+    text = config.model_config.hf_text_config
+    counts = [getattr(text, name, None) for name in ("mamba_n_groups", "n_groups")]
+    return Split(
+        place.tp_rank,
+        place.tp,
+        config.model_config.get_total_num_kv_heads(),
+        next((count for count in counts if count), None),
+        is_conv_state_dim_first(),
+    )
 
 
 def _exchange(mine: Any, place: Place) -> list[Any]:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.engines.vllm.layers import window_of
+from kvferry.engines.vllm.layers import is_state, window_of
 from kvferry.engines.vllm.layout import Groups, base_kind, table_name
 from kvferry.engines.vllm.options import FIELD, Options
 from kvferry.engines.vllm.orders import Blocks, LoadOrder, Orders, SendOrder
@@ -109,34 +109,39 @@ class WorkerSide:
         self._endpoint.close()
 
     def _send(self, order: SendOrder) -> Transfer:
-        groups = {name: Wanted((self._first(kind, order.blocks), order.tokens)) for name, kind in self._kinds.items()}
-        return self._endpoint.send(
-            order.transfer, groups, self._side(order.blocks), timeout_s=self._lease_s, request=order.request
-        )
+        groups = {name: self._sent_part(kind, order) for name, kind in self._kinds.items()}
+        side = self._side(order.blocks, order.tokens)
+        return self._endpoint.send(order.transfer, groups, side, timeout_s=self._lease_s, request=order.request)
 
-    def _first(self, kind: str, blocks: Blocks) -> int:
-        """The first token that every layer of this kind still has."""
-        return max(t.first_token(held) for t, held in zip(self._tables, blocks) if t.kind == kind)
+    def _sent_part(self, kind: str, order: SendOrder) -> Wanted:
+        if is_state(kind):
+            return Wanted(position=order.tokens)
+        # from the first token on that every layer of this kind still has
+        first = max(t.first_token(held) for t, held in zip(self._tables, order.blocks) if t.kind == kind)
+        return Wanted((first, order.tokens))
 
     def _receive(self, order: LoadOrder) -> Transfer:
-        groups = {}
-        for name, kind in self._kinds.items():
-            window = window_of(kind)
-            # the next token to be computed is number `stop`, and it is part of its own window
-            start = order.start if window is None else max(order.start, order.stop - window + 1)
-            groups[name] = Wanted((min(start, order.stop), order.stop))
+        fetches = order.start < order.stop
+        groups = {
+            name: _wanted_part(kind, order) for name, kind in self._kinds.items() if fetches or not is_state(kind)
+        }
         return self._endpoint.receive(
             order.transfer,
             order.source,
             groups,
-            self._side(order.blocks),
+            self._side(order.blocks, order.stop),
             timeout_s=self._timeout_s,
             registry=order.registry,
             request=order.request,
         )
 
-    def _side(self, blocks: Blocks) -> Side:
-        return Side({table_name(i): Table(tuple(block or None for block in held)) for i, held in enumerate(blocks)})
+    def _side(self, blocks: Blocks, tokens: int) -> Side:
+        tables = {}
+        for number, (table, held) in enumerate(zip(self._tables, blocks)):
+            # a state is one row of its table
+            ids = held[table.state_block(tokens) :][:1] if is_state(table.kind) else held
+            tables[table_name(number)] = Table(tuple(block or None for block in ids))
+        return Side(tables)
 
     def _sent(self, transfer: Transfer, order: SendOrder) -> None:
         if transfer.error is not None:
@@ -170,3 +175,12 @@ class WorkerSide:
         else:
             first = order.start // self._tables[0].block_tokens
             self._ended.failed_blocks.update(order.blocks[0][first:])
+
+
+def _wanted_part(kind: str, order: LoadOrder) -> Wanted:
+    if is_state(kind):
+        return Wanted(position=order.stop)
+    window = window_of(kind)
+    # the next token to be computed is number `stop`, and it is part of its own window
+    start = order.start if window is None else max(order.start, order.stop - window + 1)
+    return Wanted((min(start, order.stop), order.stop))

@@ -10,10 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvferry.engines.vllm.layers import CachedLayer  # noqa: E402
-from kvferry.engines.vllm.layout import merge_groups, read_groups, read_worker  # noqa: E402
+from kvferry.engines.vllm.layout import merge_groups, read_groups, read_pieces, read_worker  # noqa: E402
+from kvferry.engines.vllm.states import Split  # noqa: E402
 from kvferry.errors import EngineError  # noqa: E402
 from kvferry.layout.document import Instance, Worker  # noqa: E402
-from kvferry.layout.presets import tp_heads  # noqa: E402
 from kvferry.layout.validate import check_instance  # noqa: E402
 
 BLOCKS, TOKENS, HEADS, DIM = 5, 8, 2, 4
@@ -36,8 +36,9 @@ def cached(layer: int = 0, backend: str = "FLASH_ATTN", **changed: Any) -> Cache
 
 
 def read(tensors: dict[str, Any], layers: list[CachedLayer], blocks: int = BLOCKS) -> tuple[Instance, Worker]:
-    groups = merge_groups([read_groups(layers, tensors, ALL_HEADS)])
-    worker = read_worker(1, tp_heads(ALL_HEADS, 2, 1), layers, tensors, groups, blocks)
+    pieces = read_pieces(layers, tensors, blocks, Split(1, 2, ALL_HEADS))
+    groups = merge_groups([read_groups(pieces)])
+    worker = read_worker(1, pieces, groups)
     return check_instance(Instance("kvferry-instance/1", "i", "m", tuple(groups.values()), (worker,))), worker
 
 
@@ -173,9 +174,10 @@ def test_keys_and_values_of_different_width_are_two_groups() -> None:
 def test_a_stage_knows_the_groups_of_the_instance() -> None:
     stages = [[cached(layer) for layer in ids] for ids in ([0, 1], [2])]
     tensors = {c.name: numbered(BLOCKS, HEADS, TOKENS, 2 * DIM) for stage in stages for c in stage}
-    groups = merge_groups([read_groups(stage, tensors, ALL_HEADS) for stage in stages])
+    pieces = [read_pieces(stage, tensors, BLOCKS, Split(0, 2, ALL_HEADS)) for stage in stages]
+    groups = merge_groups(map(read_groups, pieces))
     assert groups["full"].name == "attn" and groups["full"].layers == (0, 1, 2)
-    worker = read_worker(0, tp_heads(ALL_HEADS, 2, 0), stages[1], tensors, groups, BLOCKS)
+    worker = read_worker(0, pieces[1], groups)
     assert {b.layer for pool in worker.pools for b in pool.buffers} == {2}
 
 
@@ -207,12 +209,11 @@ def test_layers_of_one_kind_that_differ_are_refused() -> None:
         layers[1].name: numbered(BLOCKS, HEADS, TOKENS, 16),
     }
     with pytest.raises(EngineError, match=r"layer 0 has float32.*layer 1 has float32"):
-        read_groups(layers, tensors, ALL_HEADS)
+        read_groups(read_pieces(layers, tensors, BLOCKS, Split(0, 2, ALL_HEADS)))
 
 
 def test_heads_that_vllm_splits_otherwise_are_refused() -> None:
     layer = cached()
     tensors = {layer.name: numbered(BLOCKS, HEADS, TOKENS, 2 * DIM)}
-    groups = read_groups([layer], tensors, 8)
     with pytest.raises(EngineError, match="vLLM caches 2 KV heads here, 4 were expected"):
-        read_worker(0, tp_heads(8, 2, 0), [layer], tensors, groups, BLOCKS)
+        read_pieces([layer], tensors, BLOCKS, Split(0, 2, 8))

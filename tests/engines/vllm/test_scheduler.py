@@ -168,6 +168,68 @@ def test_a_long_request_id_still_makes_a_transfer_id() -> None:
     assert all(len(name) <= MAX_ID for name in names)
 
 
+# recurrent states
+
+HYBRID = (BlockTable("full", 32), BlockTable("state-mamba2", 32))
+
+
+@dataclass
+class Prompt:
+    """As much of a vLLM request as is changed before it runs."""
+
+    prompt_token_ids: list[int]
+    kv_transfer_params: dict[str, Any]
+    max_tokens: int = 16
+    skips_cache: bool = False
+
+    def __post_init__(self) -> None:
+        self._all_token_ids, self.num_prompt_tokens = list(self.prompt_token_ids), len(self.prompt_token_ids)
+
+    def get_skip_reading_prefix_cache(self) -> bool:
+        return self.skips_cache
+
+
+def test_prefill_leaves_the_last_token_of_a_prompt_out_where_there_are_states() -> None:
+    asked = {"do_remote_decode": True}
+    typed = [7, 8, 9]
+    request = Prompt(typed, dict(asked))
+    for _ in range(2):  # once, however often it is asked
+        side(*HYBRID).new_request(request)
+    assert (request.prompt_token_ids, request._all_token_ids, request.num_prompt_tokens) == ([7, 8], [7, 8], 2)
+    assert request.max_tokens == 1 and typed == [7, 8, 9]
+    for other in (Prompt([7], dict(asked)), Prompt([7, 8], {}), Prompt([7, 8], dict(asked), skips_cache=True)):
+        side(*HYBRID).new_request(other)
+        assert other.num_prompt_tokens == len(other.prompt_token_ids) and other.max_tokens == 16
+    whole = Prompt([7, 8], dict(asked))
+    side().new_request(whole)
+    assert whole.num_prompt_tokens == 2
+
+
+def test_a_state_that_is_gone_or_of_the_whole_prompt_is_not_offered() -> None:
+    without = {"do_remote_decode": True, "_kvferry_without_last": True}
+    blocks = (3, 1, 2, 9)
+    for params, states, kept in (
+        (without, (0, 0, 0, 5), True),
+        (without, (0, 0, 5, 0), False),
+        (without, (5,), False),
+        ({"do_remote_decode": True}, (0, 0, 0, 5), False),
+    ):
+        keep, _ = side(*HYBRID).finished(Request(kv_transfer_params=dict(params)), (blocks, states))
+        assert keep == kept
+
+
+def test_a_state_after_other_tokens_than_decode_needs_is_a_failed_load() -> None:
+    decode = side(*HYBRID)
+    assert decode.matched(Request(num_prompt_tokens=101), 0) == (100, True)
+    for tokens in (100, 102):
+        request = Request(num_prompt_tokens=tokens)
+        count, _ = decode.matched(request, 0)
+        assert count == tokens - 1
+        decode.allocated(request, ((5, 6, 7, 8), (0, 0, 0, 9)), count)
+        (load,) = decode.take().loads
+        assert load.problem.startswith("kv_transfer_params.remote_num_tokens: prefill's states are after 100 tokens, ")
+
+
 # options and specs
 
 
@@ -207,6 +269,14 @@ class MambaSpec(SimpleNamespace):
     pass
 
 
+class MLAAttentionSpec(SimpleNamespace):
+    pass
+
+
+class ChunkedLocalAttentionSpec(SimpleNamespace):
+    pass
+
+
 SIZES = {"block_size": 32, "num_kv_heads": 2, "head_size": 8, "head_size_v": 8, "dtype": "bfloat16"}
 
 
@@ -234,6 +304,19 @@ def test_layers_of_groups() -> None:
     assert block_tables(groups) == (BlockTable("full", 32), BlockTable("window-16", 32))
 
 
+def test_states_and_latents_of_groups() -> None:
+    shapes, dtypes = ((3, 576), (16, 32, 16)), ("torch.bfloat16", "torch.float32")
+    state = MambaSpec(shapes=shapes, dtypes=dtypes, mamba_type=SimpleNamespace(name="MAMBA2"), block_size=128)
+    latent = MLAAttentionSpec(
+        model_version=None, cache_role=SimpleNamespace(name="SPARSE"), **{**SIZES, "num_kv_heads": 1, "head_size_v": 0}
+    )
+    groups = [group(state, "model.layers.0.mixer"), group(latent, "model.layers.1.self_attn.attn")]
+    found = cached_layers(groups, {name: attention() for one in groups for name in one.layer_names})
+    assert [(c.kind, c.heads, c.value_dim) for c in found] == [("state-mamba2", 0, 0), ("latent", 1, 0)]
+    assert [(one.shape, one.dtype) for one in found[0].states] == [((3, 576), "bfloat16"), ((16, 32, 16), "float32")]
+    assert block_tables(groups) == (BlockTable("state-mamba2", 128), BlockTable("latent", 32))
+
+
 def test_a_layer_that_shares_another_ones_cache_is_left_out() -> None:
     names = ["model.layers.0.attn", "model.layers.1.attn"]
     shared = {names[0]: attention(), names[1]: attention(target=names[0])}
@@ -241,8 +324,11 @@ def test_a_layer_that_shares_another_ones_cache_is_left_out() -> None:
 
 
 def test_caches_of_other_kinds_are_refused_by_name() -> None:
-    with pytest.raises(EngineError, match=r"model\.layers\.0\.mixer: a cache of kind MambaSpec"):
-        kind_of(MambaSpec(), "model.layers.0.mixer")
+    with pytest.raises(EngineError, match=r"model\.layers\.0\.attn: a cache of kind ChunkedLocalAttentionSpec"):
+        kind_of(ChunkedLocalAttentionSpec(), "model.layers.0.attn")
+    index = MLAAttentionSpec(model_version=None, cache_role=SimpleNamespace(name="INDEXER"))
+    with pytest.raises(EngineError, match="a cache of kind MLAAttentionSpec"):
+        kind_of(index, "model.layers.0.indexer")
     quantised = FullAttentionSpec(kv_quant_mode=1, **SIZES)
     with pytest.raises(EngineError, match="quantised"):
         cached_layers([group(quantised, "model.layers.0.attn")], {"model.layers.0.attn": attention()})

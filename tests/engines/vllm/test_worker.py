@@ -12,10 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvferry.engines.vllm.layers import CachedLayer  # noqa: E402
-from kvferry.engines.vllm.layout import merge_groups, read_groups, read_views, read_worker  # noqa: E402
+from kvferry.engines.vllm.layout import merge_groups, read_groups, read_pieces, read_views, read_worker  # noqa: E402
 from kvferry.engines.vllm.options import Options  # noqa: E402
 from kvferry.engines.vllm.orders import LoadOrder, Orders, SendOrder  # noqa: E402
 from kvferry.engines.vllm.scheduler import BlockTable  # noqa: E402
+from kvferry.engines.vllm.states import Split  # noqa: E402
 from kvferry.engines.vllm.worker import Ended, WorkerSide, open_endpoint  # noqa: E402
 from kvferry.errors import DocumentError  # noqa: E402
 from kvferry.layout.document import Instance  # noqa: E402
@@ -51,8 +52,9 @@ def make_rank(name: str, backend: str, block_tokens: int, options: Options, regi
         for i, kind in enumerate(("full", f"window-{WINDOW}"))
     ]
     tensors = {c.name: torch.zeros(16, HEADS, block_tokens, 2 * DIM) for c in layers}
-    groups = merge_groups([read_groups(layers, tensors, HEADS)])
-    worker = read_worker(0, ((0, HEADS),), layers, tensors, groups, 16)
+    pieces = read_pieces(layers, tensors, 16, Split(0, 1, HEADS))
+    groups = merge_groups([read_groups(pieces)])
+    worker = read_worker(0, pieces, groups)
     document = Instance("kvferry-instance/1", name, "model", tuple(groups.values()), (worker,))
     memory = HostMemory([map_array(tensor) for tensor in tensors.values()])
     endpoint = open_endpoint(document, 0, memory, 1, registry, options)

@@ -63,6 +63,78 @@ def write_window_model(folder: Path) -> Path:
     return folder
 
 
+def write_state_model(folder: Path) -> Path:
+    """Three Mamba-2 layers and one of attention."""
+    import torch
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    torch.manual_seed(20)
+    config = GraniteMoeHybridConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        shared_intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        layer_types=["mamba", "attention", "mamba", "mamba"],
+        position_embedding_type="rope",
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        mamba_n_heads=16,
+        mamba_d_head=32,
+        mamba_n_groups=2,
+        mamba_d_state=16,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_chunk_size=64,
+        max_position_embeddings=1024,
+        initializer_range=0.08,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    GraniteMoeHybridForCausalLM(config).save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_latent_model(folder: Path) -> Path:
+    """Three layers of latent attention; vLLM's CPU kernel knows 512 + 64 numbers per token only."""
+    import torch
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    torch.manual_seed(20)
+    config = DeepseekV2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        first_k_dense_replace=3,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        max_position_embeddings=1024,
+        initializer_range=0.12,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    DeepseekV2ForCausalLM(config).save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    return folder
+
+
 def _tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
