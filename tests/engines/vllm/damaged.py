@@ -5,7 +5,9 @@ vLLM loads them by name, in processes of their own: nothing else can reach into 
 
 from __future__ import annotations
 
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -62,6 +64,21 @@ class SlowPrefill(connector.KVFerryConnector):
 
         def slow(self: HostMemory, *arguments: Any) -> None:
             time.sleep(SLOW_S)
+            genuine(self, *arguments)
+
+        HostMemory.gather = slow  # type: ignore[method-assign]
+
+
+class SlowWhenAsked(connector.KVFerryConnector):
+    """Takes long for every chunk while a file named `slow` is in the server's folder."""
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        genuine, asked = HostMemory.gather, Path(tempfile.gettempdir(), "slow")
+
+        def slow(self: HostMemory, *arguments: Any) -> None:
+            if asked.exists():
+                time.sleep(SLOW_S)
             genuine(self, *arguments)
 
         HostMemory.gather = slow  # type: ignore[method-assign]

@@ -214,7 +214,12 @@ def idle(*servers: Server) -> None:
 
 
 def usage(server: Server) -> float:
+    return metric(server, "vllm:kv_cache_usage_perc")
+
+
+def metric(server: Server, name: str) -> float:
+    """One sample of the server's metrics, whatever its labels; AssertionError where it has none."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=5) as answer:
-        found = re.search(r"^vllm:kv_cache_usage_perc\S* (\S+)$", answer.read().decode(), re.MULTILINE)
-    assert found is not None
+        found = re.search(rf"^{re.escape(name)}[{{ ]\S* ?(\S+)$", answer.read().decode(), re.MULTILINE)
+    assert found is not None, f"{server.name}: no metric {name}"
     return float(found[1])
