@@ -6,7 +6,7 @@ vLLM builds one in its scheduler and one in each worker; either has only one of 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -22,6 +22,7 @@ from kvferry.engines.vllm.options import read_options
 from kvferry.engines.vllm.orders import Orders
 from kvferry.engines.vllm.scheduler import SchedulerSide, block_tables
 from kvferry.engines.vllm.startup import Started, start_worker
+from kvferry.engines.vllm.stats import KVFerryMetrics, KVFerryStats
 from kvferry.errors import EngineError
 
 IDLE_S = 0.002
@@ -145,6 +146,28 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """Asked once a step, after `get_transfer_results`."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
+
+    # statistics
+
+    def get_kv_connector_stats(self) -> KVFerryStats | None:
+        if self._started is None:
+            return None
+        stats = KVFerryStats(asdict(self._started.worker.moved()))
+        return None if stats.is_empty() else stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats:
+        return KVFerryStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVFerryMetrics:
+        return KVFerryMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         if self._started is not None:

@@ -31,6 +31,18 @@ class Ended:
     failed_blocks: set[int] = field(default_factory=set)
 
 
+@dataclass
+class Moved:
+    """What was moved since the last report, in numbers; the fields are those of `stats.COUNTS`."""
+
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    copies: int = 0
+    failed_loads: int = 0
+    unclaimed_prompts: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+
 def open_endpoint(
     document: Instance, rank: int, memory: HostMemory, world: int, registry: str, options: Options
 ) -> Endpoint:
@@ -64,6 +76,7 @@ class WorkerSide:
         self._loads: dict[Transfer, LoadOrder] = {}
         self._given_up: set[Transfer] = set()
         self._ended = Ended()
+        self._moved = Moved()
 
     @property
     def busy(self) -> bool:
@@ -104,6 +117,11 @@ class WorkerSide:
                 self._received(transfer, self._loads.pop(transfer))
         ended, self._ended = self._ended, Ended()
         return ended
+
+    def moved(self) -> Moved:
+        """Numbers since the last call."""
+        moved, self._moved = self._moved, Moved()
+        return moved
 
     def close(self) -> None:
         self._endpoint.close()
@@ -146,8 +164,11 @@ class WorkerSide:
     def _sent(self, transfer: Transfer, order: SendOrder) -> None:
         if transfer.error is not None:
             LOG.warning("kvferry: request %s was not taken: %s", order.request, transfer.error)
+            self._moved.unclaimed_prompts += 1
         elif transfer.report is not None:
             LOG.info("kvferry: sent %s: %d bytes", order.transfer, transfer.report.bytes)
+            self._moved.sent_bytes += transfer.report.bytes
+            self._moved.copies += transfer.report.copies
         self._ended.sent.add(order.request)
 
     def _received(self, transfer: Transfer, order: LoadOrder) -> None:
@@ -163,12 +184,16 @@ class WorkerSide:
                 report = transfer.report
                 ms = report.seconds * 1000
                 LOG.info("kvferry: received %s: %d bytes in %.1f ms", order.transfer, report.bytes, ms)
+                self._moved.received_bytes += report.bytes
+                self._moved.copies += report.copies
+                self._moved.seconds.append(report.seconds)
             self._ended.received.add(order.request)
 
     def _fail(self, order: LoadOrder, problem: str) -> None:
         LOG.error("kvferry: request %s: its cache did not arrive: %s", order.request, problem)
         if order.start == order.stop:
             return
+        self._moved.failed_loads += 1
         self._ended.received.add(order.request)
         if len(self._tables) > 1:
             self._ended.failed.add(order.request)  # block ids are unique within one table only

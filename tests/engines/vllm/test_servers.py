@@ -19,6 +19,7 @@ from tests.engines.vllm.servers import (
     connector,
     disaggregated,
     idle,
+    metric,
     nothing_left,
     prefill,
     received,
@@ -187,6 +188,27 @@ def test_few_or_foreign_block_ids_change_nothing(servers: dict[str, Server]) -> 
         prompt = prompts(30 + index)[5]
         answer = target.complete(prompt, kv_transfer_params={**prefill(source, prompt), "remote_block_ids": ids})
         assert tokens_of(answer) == tokens_of(servers["plain"].complete(prompt))
+
+
+def test_transfers_are_counted_in_vllm_s_own_metrics(servers: dict[str, Server]) -> None:
+    source, target = servers["one"], servers["two"]
+    prompt = prompts(60)[5]
+
+    def counts() -> tuple[float, ...]:
+        return (
+            metric(source, "vllm:kvferry_sent_bytes_total"),
+            metric(target, "vllm:kvferry_received_bytes_total"),
+            metric(target, "vllm:kvferry_load_seconds_count"),
+            metric(target, "vllm:kvferry_failed_loads_total"),
+        )
+
+    disaggregated(source, target, prompt)
+    idle(source, target)
+    before = counts()
+    disaggregated(source, target, prompts(61)[5])
+    idle(source, target)
+    moved = (len(prompt) - 1) * TOKEN_BYTES
+    assert [after - start for after, start in zip(counts(), before)] == [moved, moved, 2, 0]
 
 
 def test_what_was_registered_and_read_is_written_down(servers: dict[str, Server], folder: Path) -> None:

@@ -17,7 +17,7 @@ from kvferry.engines.vllm.options import Options  # noqa: E402
 from kvferry.engines.vllm.orders import LoadOrder, Orders, SendOrder  # noqa: E402
 from kvferry.engines.vllm.scheduler import BlockTable  # noqa: E402
 from kvferry.engines.vllm.states import Split  # noqa: E402
-from kvferry.engines.vllm.worker import Ended, WorkerSide, open_endpoint  # noqa: E402
+from kvferry.engines.vllm.worker import Ended, Moved, WorkerSide, open_endpoint  # noqa: E402
 from kvferry.errors import DocumentError  # noqa: E402
 from kvferry.layout.document import Instance  # noqa: E402
 from kvferry.session.registry import RegistryServer  # noqa: E402
@@ -127,6 +127,10 @@ def test_tokens_arrive_in_the_other_layout_and_what_was_there_stays(pair: tuple[
         assert torch.equal(got[24 : TOKENS - 1], sent[24 : TOKENS - 1])
         assert not got[20:24].any()
     assert not prefill.side.busy and not decode.side.busy
+    sent, got = prefill.side.moved(), decode.side.moved()
+    assert sent.sent_bytes == got.received_bytes == (TOKENS - 1 - start + 15) * 2 * HEADS * DIM * 4
+    assert len(got.seconds) == 1 and got.copies > 0 and not got.failed_loads and not sent.unclaimed_prompts
+    assert decode.side.moved() == Moved(), "each is told once"
 
 
 def test_a_full_prefix_hit_ends_the_send_and_reports_nothing_on_decode(pair: tuple[Rank, Rank]) -> None:
