@@ -32,6 +32,8 @@ class Options(Struct, frozen=True):
     """How long prefill lets decode wait for an id that it doesn't know: it knows an id before it answers the router,
     but its workers hear of it with their next step only.
     """
+    offer_first: bool = False
+    """Prefill: decode may ask before prefill has computed the prompt, and then waits as long as it is told to there."""
 
 
 def read_options(extra: Mapping[str, Any]) -> Options:

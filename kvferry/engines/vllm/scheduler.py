@@ -14,7 +14,7 @@ from typing import Any
 
 from kvferry.engines.vllm.layers import is_state, kind_of, window_of
 from kvferry.engines.vllm.orders import Blocks, LoadOrder, Orders, SendOrder
-from kvferry.engines.vllm.params import Handle, make_params, read_handle, transfer_id
+from kvferry.engines.vllm.params import Handle, make_params, read_handle, read_name, transfer_id
 from kvferry.errors import DocumentError
 
 LOG = logging.getLogger("vllm.kvferry")
@@ -101,11 +101,16 @@ class SchedulerSide:
             return False, None
         if self._has_states and not params.get(WITHOUT_LAST):
             return False, None
-        transfer = transfer_id(self._engine, request.request_id)
+        try:
+            name = read_name(params, request.request_id)
+        except DocumentError as error:
+            LOG.error("kvferry: request %s: %s; its cache is not offered", request.request_id, error)
+            return False, None
+        transfer = transfer_id(self._engine, name)
         self._sends.append(SendOrder(request.request_id, transfer, tokens, blocks))
         answer = make_params(
             engine=self._engine,
-            request=request.request_id,
+            request=name,
             registry=self.registry,
             tokens=tokens,
             blocks=blocks,
@@ -144,7 +149,7 @@ class SchedulerSide:
         except DocumentError as error:
             return None, str(error)
         needed = request.num_prompt_tokens - 1
-        if self._has_states and handle.tokens != needed:
+        if self._has_states and handle.tokens not in (needed, None):
             field = "kv_transfer_params.remote_num_tokens"
             return None, f"{field}: prefill's states are after {handle.tokens} tokens, those after {needed} are needed"
         return handle, ""
@@ -183,4 +188,4 @@ def leave_last_token(request: Any) -> None:
 def _stop(request: Any, handle: Handle | None) -> int:
     """The end of what is fetched: all but the last prompt token, or as much as prefill has."""
     last = request.num_prompt_tokens - 1
-    return int(last if handle is None else min(last, handle.tokens))
+    return int(last if handle is None or handle.tokens is None else min(last, handle.tokens))

@@ -57,7 +57,7 @@ def open_endpoint(
             transport=options.transport,
             slots=options.slots,
             slot_bytes=options.slot_bytes,
-            early_s=options.unknown_s,
+            early_s=options.lease_s if options.offer_first else options.unknown_s,
         )
     except DocumentError as error:
         if error.path in Options.__struct_fields__:

@@ -168,6 +168,32 @@ def test_a_long_request_id_still_makes_a_transfer_id() -> None:
     assert all(len(name) <= MAX_ID for name in names)
 
 
+# offer-first
+
+
+def test_a_router_that_asks_both_sides_at_once_names_the_request_itself() -> None:
+    prefill, decode = side(), side()
+    asked = {"do_remote_decode": True, "transfer_id": "both-7"}
+    _, answer = prefill.finished(Request("r-1", kv_transfer_params=asked), ((3, 1, 2, 9),))
+    assert answer is not None and answer["remote_request_id"] == "both-7"
+    (send,) = prefill.take().sends
+    told = {name: PARAMS[name] for name in ("do_remote_prefill", "remote_engine_id", "remote_host", "remote_port")}
+    request = Request(kv_transfer_params={**told, "remote_request_id": "both-7"})
+    assert decode.matched(request, 0) == (99, True)
+    decode.allocated(request, ((5, 6, 7, 8),), 99)
+    (load,) = decode.take().loads
+    assert (load.transfer, load.stop, load.problem) == (send.transfer, 99, "") and send.request == "r-1"
+
+
+@pytest.mark.parametrize("name", ["", 7, ["x"], "x" * 70_000])
+def test_a_name_that_is_none_is_not_offered(name: Any) -> None:
+    prefill = side()
+    keep, answer = prefill.finished(
+        Request("r-1", kv_transfer_params={"do_remote_decode": True, "transfer_id": name}), ((3, 1, 2, 9),)
+    )
+    assert (keep, answer) == (False, None) and prefill.take().sends == ()
+
+
 # recurrent states
 
 HYBRID = (BlockTable("full", 32), BlockTable("state-mamba2", 32))

@@ -175,6 +175,22 @@ def test_an_unknown_request_fails_in_time_and_no_other(pair: tuple[Rank, Rank]) 
             decode.side.close()
 
 
+def test_decode_may_ask_first_where_prefill_lets_it(pair: tuple[Rank, Rank]) -> None:
+    _, decode = pair
+    with RegistryServer() as registry:
+        options = Options(lease_s=20.0, unknown_s=0.1, offer_first=True)
+        prefill = make_rank("f", "CPU_ATTN", 8, options, registry.url)
+        try:
+            fill(prefill)
+            decode.side.submit(Orders(loads=(load(prefill, transfer="f/both-7", source="f"),)))
+            time.sleep(0.5)  # an id that is not known would have been refused by now
+            prefill.side.submit(Orders(sends=(SendOrder("r", "f/both-7", TOKENS, (SENT, FREED)),)))
+            assert until(decode, lambda e: bool(e.received)) == Ended(received={"d"})
+            assert torch.equal(decode.cells(0, "k", INTO)[: TOKENS - 1], prefill.cells(0, "k", SENT)[: TOKENS - 1])
+        finally:
+            prefill.side.close()
+
+
 def test_a_client_that_leaves_ends_both_sides(pair: tuple[Rank, Rank]) -> None:
     prefill, decode = pair
     decode.side.submit(Orders(loads=(load(prefill),)))
