@@ -96,3 +96,8 @@ def waits_for(t: Incoming, me: Peer, silent_s: Callable[[Peer], float]) -> tuple
         waiting, what = flow[0], f"still waiting for {flow[0]}, {landed}"
     quiet_s = silent_s(waiting) if waiting is not None else 0.0
     return waiting, what + (f"; no word from {waiting} for {quiet_s:.1f} s" if quiet_s else "")
+
+
+def follows(peer: Peer, other: Peer) -> bool:
+    """Whether `peer` is a later start of the same worker."""
+    return (peer.instance, peer.rank) == (other.instance, other.rank) and peer.generation > other.generation

@@ -31,7 +31,7 @@ from kvferry.session.events import (
     VerifyFailed,
 )
 from kvferry.session.farewell import Farewells
-from kvferry.session.incoming import Flow, Incoming, peers_of, waits_for
+from kvferry.session.incoming import Flow, Incoming, follows, peers_of, waits_for
 from kvferry.session.messages import (
     Abort,
     ChunkDone,
@@ -115,7 +115,10 @@ class Targets:
         if source is None or own is None or t.planning:
             return
         if not call.connect_only and core.me not in peers_of(own):
-            t.problem = f"the registry does not list this worker, {core.me}; was it superseded by a later start?"
+            later = next((peer for peer in peers_of(own) if follows(peer, core.me)), None)
+            if later is not None:
+                return self.fail(t, "refused", f"this worker, {core.me}, was superseded by a later start, {later}", later)
+            t.problem = f"the registry does not list this worker, {core.me}, but an earlier start of it"
             del t.found[self._own]
             core.out.append(Lookup(core.me.instance, t.deadline_s))
             return

@@ -1,0 +1,183 @@
+"""Any history of requests, accidents and delays that hypothesis can think of: the session keeps its promises in all.
+
+`tests/session/world.py` raises `Violation` at the moment one is broken. Planted faults show that it would.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from tests.session.planted import PLANTS, Plant
+from tests.session.world import Faults, Request, Setup, Violation, World
+
+SETUPS = st.builds(
+    Setup,
+    sources=st.sampled_from([(1,), (2,), (2, 1), (1, 4)]),
+    target=st.sampled_from([1, 2, 3]),
+    slots=st.integers(1, 4),
+    digests=st.booleans(),
+    direct=st.booleans(),
+)
+SEEDS = st.integers(0, 2**32)
+PICKS = st.integers(0, 63)
+
+
+class Histories(RuleBasedStateMachine):
+    @initialize(setup=SETUPS, seed=SEEDS)
+    def start(self, setup: Setup, seed: int) -> None:
+        self.world = World(setup, seed)
+        self.broken = False
+
+    @rule(
+        source=st.sampled_from("pq"),
+        tokens=st.integers(1, 12),
+        offset=st.integers(0, 11),
+        grow=st.sampled_from(["", "", "tokens", "layers"]),
+        piece_tokens=st.sampled_from([0, 0, 2]),
+        timeout_s=st.sampled_from([0.5, 10.0, 60.0, 60.0]),
+        fenced=st.booleans(),
+        now=st.sampled_from([True, True, False]),
+    )
+    def request(
+        self, source: str, tokens: int, offset: int, grow: str, piece_tokens: int, timeout_s: float, fenced: bool,
+        now: bool,
+    ) -> None:  # fmt: skip
+        world = self.world
+        name = source if source in world.setup.shapes() else "p"
+        number = len(world.requests) + 1
+        offset = min(offset, tokens - 1)
+        world.request(
+            Request(f"t{number}", number, name, "d", tokens, offset, grow, piece_tokens, timeout_s, fenced)
+        )
+        for _ in range(len(world.todo) if now else 0):
+            world.call(world.rng.randrange(64))
+
+    @precondition(lambda self: self.world.todo)
+    @rule(pick=PICKS)
+    def call(self, pick: int) -> None:
+        self.world.call(pick)
+
+    @rule(steps=st.sampled_from([1, 3, 10, 40, 150]), seed=SEEDS)
+    def run(self, steps: int, seed: int) -> None:
+        self.world.rng = random.Random(seed)
+        for _ in range(steps):
+            if not self.world.step():
+                return
+
+    @rule(
+        drop=st.sampled_from([0.0, 0.05, 0.5]),
+        duplicate=st.sampled_from([0.0, 0.2]),
+        reorder=st.booleans(),
+        corrupt=st.sampled_from([0.0, 0.1]),
+        fail=st.sampled_from([0.0, 0.0, 0.05]),
+    )
+    def trouble(self, drop: float, duplicate: float, reorder: bool, corrupt: float, fail: float) -> None:
+        # without digests nothing is there that could find a changed byte
+        digests = self.world.setup.digests
+        self.world.faults = Faults(drop, duplicate, reorder, corrupt if digests else 0.0, fail)
+
+    @rule(seconds=st.sampled_from([0.01, 0.3, 1.0, 11.0, 40.0]), coarse=st.booleans())
+    def wait(self, seconds: float, coarse: bool) -> None:
+        self.world.pass_time(seconds, coarse)
+
+    @rule(pick=PICKS, seconds=st.sampled_from([0.3, 0.3, 5.0, 1e6]))
+    def jump(self, pick: int, seconds: float) -> None:
+        """One host was suspended: its clock is ahead of what it was, and nobody else's."""
+        node = self._pick(pick)
+        node.offset_s += seconds
+        self.world._tick(node)
+
+    @precondition(lambda self: self.world.requests)
+    @rule(pick=PICKS, which=PICKS)
+    def abort(self, pick: int, which: int) -> None:
+        world, node = self.world, self._pick(pick)
+        names = list(world.requests)[-3:]
+        world.abort(node, "target" if node.peer.instance == "d" else "source", names[which % len(names)])
+
+    @rule(pick=st.integers(0, 499))
+    def replay(self, pick: int) -> None:
+        self.world.replay(pick)
+
+    @rule(pick=PICKS)
+    def forge(self, pick: int) -> None:
+        self.world.forge(self._pick(pick), bytes(16))
+
+    @rule(pick=PICKS)
+    def pause(self, pick: int) -> None:
+        self.world.pause(self._pick(pick))
+
+    @rule(pick=PICKS)
+    def resume(self, pick: int) -> None:
+        paused = [node for node in self.world.living() if node.paused]
+        if paused:
+            self.world.resume(paused[pick % len(paused)])
+
+    @rule(pick=PICKS, witnessed=st.booleans(), again=st.booleans())
+    def kill(self, pick: int, witnessed: bool, again: bool) -> None:
+        if len(self.world.living()) > 1:
+            node = self._pick(pick)
+            self.world.kill(node, witnessed)
+            if again and node in self.world.current(node.peer.instance):
+                self.world.boot(node.peer.instance, node.peer.rank)
+
+    @rule(pick=PICKS)
+    def restart(self, pick: int) -> None:
+        """Of a worker that is dead or stands still: then the old one goes on some day, under its old generation."""
+        world = self.world
+        newest = [node for name in world.registry for node in world.current(name)]
+        down = [node for node in newest if not node.alive or node.paused]
+        if down:
+            peer = down[pick % len(down)].peer
+            world.boot(peer.instance, peer.rank)
+
+    def _pick(self, pick: int):  # type: ignore[no-untyped-def]
+        living = self.world.living()
+        return living[pick % len(living)]
+
+    def check_invariants(self, *arguments: object, **options: object) -> None:
+        """After each rule the world goes on a little, or doesn't."""
+        if hasattr(self, "world"):
+            for _ in range(self.world.rng.choice((0, 5, 30, 150))):
+                self.world.step()
+            self.world.check_deadlines()
+        super().check_invariants(*arguments, **options)  # type: ignore[arg-type]
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.finish()
+
+
+def explore(examples: int, machine: type[Histories] = Histories, **options: object) -> None:
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            **options,  # type: ignore[arg-type]
+        ),
+    )
+
+
+def test_some_histories() -> None:
+    explore(40)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_many_histories() -> None:
+    explore(2_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(Violation):
+        explore(1_000, phases=[Phase.generate], derandomize=True, report_multiple_bugs=False, print_blob=False)
