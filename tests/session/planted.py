@@ -10,7 +10,8 @@ from pytest import MonkeyPatch
 
 from kvferry.session import events as e
 from kvferry.session.core import Core
-from kvferry.session.messages import ChunkDone, Complete, Peer
+from kvferry.session.delivery import Delivery
+from kvferry.session.messages import Beat, ChunkDone, Complete, Peer, Place
 from kvferry.session.slots import Lease, Ledger
 from kvferry.session.source import Sources
 from kvferry.session.target import Incoming, Targets
@@ -20,14 +21,14 @@ Plant = Callable[[MonkeyPatch], None]
 
 def quarantine_ends_by_time(patch: MonkeyPatch) -> None:
     tick = Core.tick
+    since_s: dict[Any, float] = {}
 
     def impatient(self: Core) -> None:
-        before = set(self._aborts)
         tick(self)
-        for _, transfer, peer in before - set(self._aborts):
-            self.ledger.clear(transfer, peer)
+        for transfer, peer in list(self.ledger._doubt):
+            if since_s.setdefault((id(self), transfer, peer), self.now) < self.now - 5:
+                self.ledger.clear(transfer, peer)
 
-    patch.setattr(Ledger, "in_doubt", lambda *_: False)
     patch.setattr(Core, "tick", impatient)
 
 
@@ -50,8 +51,12 @@ def abort_is_acknowledged_while_writing(patch: MonkeyPatch) -> None:
     patch.setattr(Sources, "_acknowledge", hasty)
 
 
-def aborts_are_said_once(patch: MonkeyPatch) -> None:
-    patch.setattr(Core, "_resend", lambda *_: None)
+def nothing_is_said_again(patch: MonkeyPatch) -> None:
+    def answer(self: Delivery, peer: Peer, beat: Beat) -> None:
+        if beat.ask:
+            self.say(peer, Beat(False))
+
+    patch.setattr(Delivery, "on_beat", answer)
 
 
 def death_leaves_quarantine(patch: MonkeyPatch) -> None:
@@ -85,6 +90,12 @@ def a_report_counts_as_often_as_it_comes(patch: MonkeyPatch) -> None:
             return replace_struct(body, piece=piece, grant=lease.grant, bytes=lease.nbytes)
         return body
 
+    def credulous(self: Delivery, peer: Peer, place: Place) -> bool:
+        hear(self, peer, place)
+        return True
+
+    hear = Delivery.hear
+    patch.setattr(Delivery, "hear", credulous)
     _changed_report(patch, counting)
 
 
@@ -167,7 +178,7 @@ def replace_struct(struct: Any, **changes: Any) -> Any:
 
 PLANTS: list[Plant] = [
     quarantine_ends_by_time, failed_slots_are_free_at_once, failed_pages_are_free_at_once,
-    abort_is_acknowledged_while_writing, aborts_are_said_once, death_leaves_quarantine, grants_are_not_compared,
+    abort_is_acknowledged_while_writing, nothing_is_said_again, death_leaves_quarantine, grants_are_not_compared,
     a_report_counts_as_often_as_it_comes, digests_are_not_compared, commit_before_scatter,
     pages_end_while_a_scatter_runs, fences_are_forgotten, one_taker_is_enough, the_leader_does_not_wait,
     deadlines_are_forgotten,

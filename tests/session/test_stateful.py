@@ -92,20 +92,26 @@ class Histories(RuleBasedStateMachine):
         node.offset_s += seconds
         self.world._tick(node)
 
-    @precondition(lambda self: self.world.requests)
-    @rule(pick=PICKS, which=PICKS)
-    def abort(self, pick: int, which: int) -> None:
-        world, node = self.world, self._pick(pick)
-        names = list(world.requests)[-3:]
-        world.abort(node, "target" if node.peer.instance == "d" else "source", names[which % len(names)])
+    @precondition(lambda self: self.world.running())
+    @rule(pick=PICKS)
+    def abort(self, pick: int) -> None:
+        running = self.world.running()
+        self.world.abort(*running[pick % len(running)])
 
     @rule(pick=st.integers(0, 499))
     def replay(self, pick: int) -> None:
         self.world.replay(pick)
 
+    @precondition(lambda self: self.world.running())
     @rule(pick=PICKS)
     def forge(self, pick: int) -> None:
-        self.world.forge(self._pick(pick), bytes(16))
+        running = self.world.running()
+        self.world.forge(running[pick % len(running)][0], bytes(16))
+
+    @rule(pick=PICKS, stalled=st.booleans())
+    def stall(self, pick: int, stalled: bool) -> None:
+        """Or not any more: what this node writes stands still on the way."""
+        self._pick(pick).stalled = stalled
 
     @rule(pick=PICKS)
     def pause(self, pick: int) -> None:

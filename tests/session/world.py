@@ -127,6 +127,7 @@ class Node:
         self.lines: set[Peer] = set()
         self.watches: set[Peer] = set()
         self.alive, self.paused, self.offset_s = True, False, float(world.rng.randrange(1000))
+        self.stalled = False  # what it writes stands still on the way
         self.document = instance(peer.instance, shape, (self.pool.worker(),))
         self.address = f"tcp://127.0.0.1:{1000 + world.starts}"
         card = Card(self.address, shape.world, self.document, b"", Process(world.starts, 1, "here"))
@@ -234,7 +235,10 @@ class World:
         if self.heard:
             line, data = self.heard[pick % len(self.heard)]
             envelope = decode(data)
-            self.post(self.nodes[line[1]], e.Received(envelope.sender, envelope.recipient, envelope.body))
+            self.post(self.nodes[line[1]], e.Received(envelope.sender, envelope.recipient, envelope.body, envelope.place))
+
+    def running(self) -> list[tuple[Node, Role, str]]:
+        return [(node, *key) for node in self.living() for key, call in node.calls.items() if call.ended is None]
 
     def forge(self, node: Node, grant: bytes) -> None:
         """A source reports pieces that it hasn't written, with a grant that it wasn't given."""
@@ -321,6 +325,7 @@ class World:
         """Everything heals, everything is told; then nothing may be held."""
         self.faults, self.todo = Faults(), []
         for node in self.living():
+            node.stalled = False
             self.resume(node)
         for seconds in (0, 1, 2, 5, 10, 31, 31, 100, 700):
             self.pass_time(seconds, coarse=True)
@@ -419,7 +424,8 @@ class World:
             if action.peer not in node.lines:
                 raise Violation(f"{node.peer} has no line to {action.peer} for {action.body}")
             if action.peer in self.nodes and self.nodes[action.peer].alive:
-                self.wire.setdefault((node.peer, action.peer), []).append(encode(node.peer, action.peer, action.body))
+                data = encode(node.peer, action.peer, action.body, action.place)
+                self.wire.setdefault((node.peer, action.peer), []).append(data)
         elif isinstance(action, (e.Write, e.Scatter, e.Prepare, e.Verify)):
             self.jobs.append(Job(node, action))
         elif isinstance(action, e.CancelWrites):
@@ -500,7 +506,7 @@ class World:
         if rng.random() >= self.faults.drop:
             self.heard.append((line, data))
             envelope = decode(data)
-            self.post(self.nodes[line[1]], e.Received(envelope.sender, envelope.recipient, envelope.body))
+            self.post(self.nodes[line[1]], e.Received(envelope.sender, envelope.recipient, envelope.body, envelope.place))
 
     # movers
 
@@ -508,7 +514,7 @@ class World:
         if not isinstance(job.action, e.Write):
             return not job.node.paused
         if job.stage in (1, 2):  # what is under way goes on without its process
-            return True
+            return not job.node.stalled
         gates = [fence for fence in job.action.fences if isinstance(fence, Gate)]
         return not job.node.paused and (job.stage == 3 or job.cancelled or all(gate.open for gate in gates))
 
@@ -620,7 +626,7 @@ def check_rest(node: Node, slots: int, living: set[Peer]) -> None:
     held |= {"slots": slots - stats["slots_free"]} if stats["slots_free"] != slots else {}
     tables = {
         "leases": machine.core.ledger._leases,
-        "aborts": machine.core._aborts,
+        "unheard": [] if machine.core.delivery.quiet else [1],
         "hellos": machine.core._hellos,
         "sources": machine.sources.running,
         "writing": machine.sources._writing,
