@@ -117,7 +117,9 @@ class Targets:
         if not call.connect_only and core.me not in peers_of(own):
             later = next((peer for peer in peers_of(own) if follows(peer, core.me)), None)
             if later is not None:
-                return self.fail(t, "refused", f"this worker, {core.me}, was superseded by a later start, {later}", later)
+                return self.fail(
+                    t, "refused", f"this worker, {core.me}, was superseded by a later start, {later}", later
+                )
             t.problem = f"the registry does not list this worker, {core.me}, but an earlier start of it"
             del t.found[self._own]
             core.out.append(Lookup(core.me.instance, t.deadline_s))

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from tests.session.node import Node, Request, Setup, Violation
 from tests.session.planted import PLANTS, Plant
-from tests.session.world import Faults, Request, Setup, Violation, World
+from tests.session.world import Faults, World
 
 SETUPS = st.builds(
     Setup,
@@ -51,9 +52,7 @@ class Histories(RuleBasedStateMachine):
         name = source if source in world.setup.shapes() else "p"
         number = len(world.requests) + 1
         offset = min(offset, tokens - 1)
-        world.request(
-            Request(f"t{number}", number, name, "d", tokens, offset, grow, piece_tokens, timeout_s, fenced)
-        )
+        world.request(Request(f"t{number}", number, name, "d", tokens, offset, grow, piece_tokens, timeout_s, fenced))
         for _ in range(len(world.todo) if now else 0):
             world.call(world.rng.randrange(64))
 
@@ -141,14 +140,14 @@ class Histories(RuleBasedStateMachine):
             peer = down[pick % len(down)].peer
             world.boot(peer.instance, peer.rank)
 
-    def _pick(self, pick: int):  # type: ignore[no-untyped-def]
+    def _pick(self, pick: int) -> Node:
         living = self.world.living()
         return living[pick % len(living)]
 
     def check_invariants(self, *arguments: object, **options: object) -> None:
         """After each rule the world goes on a little, or doesn't."""
         if hasattr(self, "world"):
-            for _ in range(self.world.rng.choice((0, 5, 30, 150))):
+            for _ in range(self.world.rng.choice((0, 5, 30, 100))):
                 self.world.step()
             self.world.check_deadlines()
         super().check_invariants(*arguments, **options)  # type: ignore[arg-type]

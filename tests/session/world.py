@@ -9,46 +9,24 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from kvferry.errors import KVFerryError, PlanError, TransportError
+from kvferry.errors import KVFerryError, TransportError
 from kvferry.layout.address import Address
 from kvferry.layout.request import Wanted
-from kvferry.plan.dense import dense_copies
-from kvferry.plan.digest import layer_digests
 from kvferry.session import events as e
-from kvferry.session.machine import Machine
-from kvferry.session.messages import Card, ChunkDone, Peer, Process, Role, decode, encode
-from kvferry.session.prepare import Preparer, owned_digests
+from kvferry.session.messages import ChunkDone, Peer, Role, decode, encode
+from kvferry.session.prepare import owned_digests
 from kvferry.session.registry import Entry
-from kvferry.transport.memory import HostMemory, map_array
+from kvferry.transport.memory import HostMemory
 from kvferry.transport.runs import decode_runs
-from tests.session.pools import PARTS, UNTOUCHED, Shape, WorkerPool, cell_ids, instance, table
-
-SLOT_BYTES = 256
-MARGIN_S = 0.1
-"""What a transfer may end after its deadline, by its own worker's clock, unless that worker stood still."""
-
-
-class Violation(AssertionError):
-    """A promise of the session was broken."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    sources: tuple[int, ...] = (2, 1)  # TP of each prefill instance: p, q
-    target: int = 2
-    slots: int = 3
-    digests: bool = False
-    direct: bool = False
-
-    def shapes(self) -> dict[str, Shape]:
-        shapes = {name: Shape(tp=tp, pages=8) for name, tp in zip("pq", self.sources)}
-        return shapes | {"d": Shape(tp=self.target, page_tokens=6, pages=8, order="hnd")}
+from tests.session.node import SLOT_BYTES, Call, Gate, Node, Request, Setup, Violation, check_rest, gather
+from tests.session.pools import table
 
 
 @dataclass
@@ -63,45 +41,6 @@ class Faults:
 
 
 @dataclass
-class Gate:
-    """A producer fence: the forward pass that fills these cells has finished."""
-
-    fill: Callable[[], None]
-    open: bool = False
-
-    def __call__(self) -> None:
-        raise Violation("a fence is called by movers only")
-
-
-@dataclass
-class Call:
-    """One side of one transfer, as its engine sees it."""
-
-    role: Role
-    number: int
-    tokens: tuple[int, int]
-    pages: list[int]
-    start: int
-    deadline_s: float
-    ended: e.Ended | None = None
-    holds: bool = True  # its pages may not be used for anything else
-
-
-@dataclass
-class Request:
-    name: str
-    number: int
-    source: str
-    target: str
-    tokens: int
-    offset: int
-    grow: str
-    piece_tokens: int
-    timeout_s: float
-    fenced: bool
-
-
-@dataclass
 class Job:
     node: Node
     action: e.Write | e.Scatter | e.Prepare | e.Verify
@@ -111,56 +50,8 @@ class Job:
     digests: tuple[int, ...] = ()
 
 
-class Node:
-    """One start of one worker: its machine, pages, landing memory and clock."""
-
-    def __init__(self, world: World, peer: Peer, shape: Shape) -> None:
-        self.peer, self.shape = peer, shape
-        self.pool = WorkerPool(shape, peer.rank)
-        self.memory = HostMemory([map_array(self.pool.memory)])
-        self.staging = np.zeros((world.setup.slots, SLOT_BYTES), np.uint8)
-        self.given: dict[int, bytes] = {}  # slot → the grant that was last given out for it
-        self.free = list(range(shape.pages))
-        self.calls: dict[tuple[Role, str], Call] = {}
-        self.inbox: deque[e.Event] = deque()
-        self.lookups: list[e.Lookup] = []
-        self.lines: set[Peer] = set()
-        self.watches: set[Peer] = set()
-        self.alive, self.paused, self.offset_s = True, False, float(world.rng.randrange(1000))
-        self.stalled = False  # what it writes stands still on the way
-        self.document = instance(peer.instance, shape, (self.pool.worker(),))
-        self.address = f"tcp://127.0.0.1:{1000 + world.starts}"
-        card = Card(self.address, shape.world, self.document, b"", Process(world.starts, 1, "here"))
-        direct = world.setup.direct and peer.instance == "d"
-        self.preparer = Preparer(peer.rank, SLOT_BYTES, self.memory if direct else None)
-        self.preparer._routes = _ROUTES.setdefault((world.setup, peer.rank), {})
-        self.machine = Machine(
-            peer, card, world.setup.slots, lambda slot: Address(slot * SLOT_BYTES), world.draw_grant, world.setup.digests
-        )
-
-    def cells(self, call: Call, tokens: tuple[int, int], layers: range) -> Iterator[tuple[Any, Any, Any]]:
-        """(view, index of the tokens, what must lie there) for each layer and part that this worker owns."""
-        numbers = np.arange(*tokens)
-        where = numbers - call.start
-        index = (np.array(call.pages)[where // self.shape.page_tokens], where % self.shape.page_tokens)
-        for layer in set(layers) & set(self.pool.layers):
-            for part in range(len(PARTS)):
-                ids = cell_ids(layer, part, numbers, self.pool.heads) + np.uint32(call.number << 20)
-                yield self.pool.cells[layer, PARTS[part]], index, ids
-
-    def fill(self, call: Call, tokens: tuple[int, int], layers: range) -> None:
-        if call.holds:
-            for view, index, ids in self.cells(call, tokens, layers):
-                view[index] = ids
-
-    def release(self, call: Call) -> None:
-        """The engine may use these pages for something else, and does."""
-        call.holds = False
-        self.pool.memory[:, :, call.pages] = UNTOUCHED
-        self.free += call.pages
-
-
-_ROUTES: dict[Any, dict[Any, Any]] = {}
+MARGIN_S = 0.1
+"""What a transfer may end after its deadline, by its own worker's clock, unless that worker stood still."""
 
 
 class World:
@@ -192,7 +83,8 @@ class World:
     def boot(self, name: str, rank: int) -> None:
         self.starts += 1
         shape = self.setup.shapes()[name]
-        node = Node(self, Peer(name, self.starts, rank), shape)
+        offset_s = float(self.rng.randrange(1000))
+        node = Node(self.setup, Peer(name, self.starts, rank), self.draw_grant, offset_s)
         self.nodes[node.peer] = node
         entry = Entry(name, self.starts, rank, shape.world, node.address)
         self.registry.setdefault(name, {})[rank] = entry
@@ -208,9 +100,9 @@ class World:
         """Its calls may be made from now on, in any order."""
         self.requests[request.name] = request
         for node in self.current(request.source):
-            self.todo.append(lambda node=node: self._send(node, request))  # type: ignore[misc]
+            self.todo.append(partial(self._send, node, request))
         for node in self.current(request.target):
-            self.todo.append(lambda node=node: self._receive(node, request))  # type: ignore[misc]
+            self.todo.append(partial(self._receive, node, request))
 
     def call(self, index: int) -> None:
         """Make one of the calls that are due; it waits on where there are no pages."""
@@ -235,7 +127,9 @@ class World:
         if self.heard:
             line, data = self.heard[pick % len(self.heard)]
             envelope = decode(data)
-            self.post(self.nodes[line[1]], e.Received(envelope.sender, envelope.recipient, envelope.body, envelope.place))
+            self.post(
+                self.nodes[line[1]], e.Received(envelope.sender, envelope.recipient, envelope.body, envelope.place)
+            )
 
     def running(self) -> list[tuple[Node, Role, str]]:
         return [(node, *key) for node in self.living() for key, call in node.calls.items() if call.ended is None]
@@ -349,9 +243,7 @@ class World:
         if pages is None:
             return False
         deadline_s = self._clock(node) + request.timeout_s
-        call = node.calls["source", request.name] = Call(
-            "source", request.number, (0, count), pages, 0, deadline_s
-        )
+        call = node.calls["source", request.name] = Call("source", request.number, (0, count), pages, 0, deadline_s)
         steps: list[tuple[int, range | None]] = {
             "tokens": [((count + 1) // 2, None), (count, None)],
             "layers": [(count, layers[:1]), (count, layers[1:])],
@@ -359,7 +251,7 @@ class World:
         parts = [self._part(node, call, request, *step, step is steps[-1]) for step in steps]
         self.post(node, e.SendCall(request.name, timeout_s=request.timeout_s, **parts[0]()))
         for part in parts[1:]:
-            self.todo.append(lambda: self._extend(node, request.name, part))
+            self.todo.append(partial(self._extend, node, request.name, part))
         return True
 
     def _extend(self, node: Node, name: str, part: Callable[[], dict[str, Any]]) -> bool:
@@ -455,7 +347,9 @@ class World:
             write = job.action
             if isinstance(write, e.Write) and write.peer == node.peer and not write.runs and job.stage < 3:
                 if write.address.value // SLOT_BYTES == action.slot and (job.stage or not job.cancelled):
-                    raise Violation(f"slot {action.slot} of {node.peer} is reused, {job.node.peer} may still write there")
+                    raise Violation(
+                        f"slot {action.slot} of {node.peer} is reused, {job.node.peer} may still write there"
+                    )
         node.given[action.slot] = action.grant
 
     def _end(self, node: Node, ended: e.Ended) -> None:
@@ -506,7 +400,9 @@ class World:
         if rng.random() >= self.faults.drop:
             self.heard.append((line, data))
             envelope = decode(data)
-            self.post(self.nodes[line[1]], e.Received(envelope.sender, envelope.recipient, envelope.body, envelope.place))
+            self.post(
+                self.nodes[line[1]], e.Received(envelope.sender, envelope.recipient, envelope.body, envelope.place)
+            )
 
     # movers
 
@@ -553,7 +449,7 @@ class World:
             return self._written(job)
         if job.stage == 0:
             try:
-                job.data, job.digests = _gather(job.node, action)
+                job.data, job.digests = gather(job.node, action)
             except KVFerryError as error:
                 return self._written(job, error)
         else:
@@ -576,9 +472,7 @@ class World:
         first, stop = (0, half) if job.stage == 1 else (half, action.nbytes)
         if action.runs:
             runs = decode_runs(action.runs, action.nbytes)
-            self._into_pages(
-                target, action.transfer, lambda: _write_runs(target.memory, runs, job.data, first, stop)
-            )
+            self._into_pages(target, action.transfer, lambda: _write_runs(target.memory, runs, job.data, first, stop))
             return
         slot = action.address.value // SLOT_BYTES
         if target.given.get(slot) != action.grant:
@@ -597,53 +491,9 @@ class World:
             raise Violation(f"{transfer} wrote into pages {touched} of {node.peer}, its own are {sorted(owned)}")
 
 
-def _gather(node: Node, action: e.Write) -> tuple[Any, tuple[int, ...]]:
-    worker, group = node.document.workers[0], node.document.group(action.chunk.box.group)
-    copies = dense_copies(worker, group, action.chunk, action.tables)
-    if copies.total_bytes != action.nbytes:
-        raise PlanError(f"{copies.total_bytes} bytes here, {action.nbytes} were granted")
-    data = np.empty(action.nbytes, np.uint8)
-    node.memory.gather(copies, data)
-    if action.digest is None:
-        return data, ()
-    found = layer_digests(group, action.chunk, data, action.digest.key, action.digest.whole[group.name])
-    return data, tuple(found[layer] for layer in action.chunk.box.layers)
-
-
 def _write_runs(memory: HostMemory, runs: Any, data: Any, first: int, stop: int) -> None:
     at = 0
     for address, length in zip(runs.addresses.u64.tolist(), runs.lengths.tolist()):
         if first <= at < stop:
             memory.view(Address(address), length)[:] = data[at : at + length]
         at += length
-
-
-def check_rest(node: Node, slots: int, living: set[Peer]) -> None:
-    """Nothing is held at quiescence."""
-    machine = node.machine
-    stats = machine.stats()
-    held = {name: count for name, count in stats.items() if count and name in AT_REST}
-    held |= {"slots": slots - stats["slots_free"]} if stats["slots_free"] != slots else {}
-    tables = {
-        "leases": machine.core.ledger._leases,
-        "unheard": [] if machine.core.delivery.quiet else [1],
-        "hellos": machine.core._hellos,
-        "sources": machine.sources.running,
-        "writing": machine.sources._writing,
-        "acks owed": machine.sources._acks_owed,
-        "targets": machine.targets.running,
-        "ending": machine.targets.ending,
-        "held pages": machine.targets.held,
-        "early": machine.targets._early,
-        "turns": machine.targets._turns,
-        "dead peers": machine.core.known.keys() - living,
-        "lines to the dead": node.lines - living,
-        "pages": [call for call in node.calls.values() if call.holds],
-        "calls": [call for call in node.calls.values() if call.ended is None],
-    }
-    held |= {name: len(entries) for name, entries in tables.items() if entries}
-    if held or sorted(node.free) != list(range(node.shape.pages)):
-        raise Violation(f"{node.peer} holds at rest: {held}")
-
-
-AT_REST = {"transfers_receiving", "transfers_sending", "offers_waiting", "slots_used", "slots_quarantined", "pieces_quarantined"}
