@@ -8,7 +8,7 @@ NIXL_READY := $(VENV)/.nixl-ready
 DOCS_READY := $(DOCS_VENV)/.ready
 PIP_INSTALL := -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test test-transports test-vllm test-sglang test-engines test-engines-nixl test-demo test-faults test-long lint docs clean
+.PHONY: demo test test-transports test-vllm test-sglang test-engines test-engines-nixl test-demo test-faults test-fuzz test-long lint docs clean
 
 demo: $(READY)
 	$(BIN)/kvferry demo
@@ -48,8 +48,13 @@ test-demo: $(READY)
 test-faults: $(NIXL_READY)
 	$(BIN)/python -m pytest -rs -m faults tests/faults
 
+# broken input for every decoder and server; FUZZ_SEED=N tries others
+test-fuzz: $(READY)
+	FUZZ_INPUTS=$${FUZZ_INPUTS:-100000} $(BIN)/python -m pytest -q tests/fuzz
+
 # everything else that is marked slow
 test-long: $(READY)
+	FUZZ_INPUTS=1000000 $(MAKE) test-fuzz
 	$(BIN)/python -m pytest -m "slow and not vllm and not sglang" --ignore tests/transport
 
 lint: $(READY)

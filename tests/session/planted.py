@@ -20,15 +20,22 @@ Plant = Callable[[MonkeyPatch], None]
 
 
 def quarantine_ends_by_time(patch: MonkeyPatch) -> None:
-    tick = Core.tick
-    since_s: dict[Any, float] = {}
+    quarantine, tick = Ledger.quarantine, Core.tick
+
+    def doubt(self: Any, lease: Lease) -> None:
+        quarantine(self, lease)
+        self.__dict__.setdefault("since_s", {})[lease.transfer, lease.peer] = None
 
     def impatient(self: Core) -> None:
         tick(self)
-        for transfer, peer in list(self.ledger._doubt):
-            if since_s.setdefault((id(self), transfer, peer), self.now) < self.now - 5:
-                self.ledger.clear(transfer, peer)
+        waiting = self.ledger.__dict__.setdefault("since_s", {})
+        for key, since_s in list(waiting.items()):
+            waiting[key] = self.now if since_s is None else since_s
+            if self.now - waiting[key] > 5:
+                self.ledger.clear(*key)
+                del waiting[key]
 
+    patch.setattr(Ledger, "quarantine", doubt)
     patch.setattr(Core, "tick", impatient)
 
 
