@@ -172,7 +172,7 @@ def explore(examples: int, machine: type[Histories] = Histories, **options: obje
 
 
 def test_some_histories() -> None:
-    explore(30)
+    explore(20)
 
 
 @pytest.mark.slow
@@ -240,7 +240,7 @@ def short_history(seed: int) -> None:
 
 
 def test_short_histories() -> None:
-    for seed in range(60):
+    for seed in range(12):
         short_history(seed)
 
 
