@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -368,3 +369,15 @@ def test_f64_a_worker_started_again_is_found_by_a_receive_that_was_told_of_the_e
     assert all(ended.error is None for ended in ends(sim).values())
     assert len(sim.ended) == 2
     assert max(at_s for _, _, at_s in sim.ended) < 2, "asked again soon, not at the deadline"
+
+
+def test_a_superseded_worker_is_told_so_at_once() -> None:
+    sim = make(1, 1)
+    (target,) = sim.peers("d")
+    (entry,) = sim.entries["d"]
+    sim.entries["d"] = (msgspec.structs.replace(entry, generation=2),)
+    sim.event(target, ReceiveCall("a", "p", TOKENS, TABLES, 10.0))
+    ((_, ended, at_s),) = sim.ended
+    assert isinstance(ended.error, TransferRefused)
+    assert "superseded by a later start, d/2/0" in str(ended.error)
+    assert at_s == 0.0
