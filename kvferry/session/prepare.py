@@ -9,7 +9,6 @@ import numpy as np
 from kvferry.errors import ProofError
 from kvferry.layout.address import join
 from kvferry.layout.document import Group, Instance, Worker
-from kvferry.layout.request import Wanted
 from kvferry.plan.dense import DenseCopies, chunk_bytes, dense_copies, split
 from kvferry.plan.digest import add, layer_digests, whole_axes
 from kvferry.plan.program import DensePlace, compile_program, pool_places
@@ -22,8 +21,9 @@ from kvferry.transport.base import Memory
 from kvferry.transport.copies import Bytes
 
 CACHED_PAIRS = 64
-DIRECT_PIECE_BYTES = 16 << 20
-"""Of a piece that lands straight in pages: no slot limits it, but its grant lists its runs in one message."""
+DIRECT_PIECE_BYTES = 16 << 20, 64 << 20
+"""Of a piece that lands straight in pages, an eighth of the whole between these: no slot limits it, but its grant lists
+its runs in one message, and the next one is planned while it is on the wire."""
 
 
 class Preparer:
@@ -33,8 +33,7 @@ class Preparer:
     """
 
     def __init__(self, rank: int, slot_bytes: int, pages: Memory | None = None) -> None:
-        self._rank, self._pages = rank, pages
-        self._piece_bytes = slot_bytes if pages is None else DIRECT_PIECE_BYTES
+        self._rank, self._pages, self._slot_bytes = rank, pages, slot_bytes
         self._routes: dict[Hashable, dict[int, tuple[Route, ...]]] = {}
 
     def prepare(self, order: Prepare) -> Prepared:
@@ -48,17 +47,17 @@ class Preparer:
             _prove_routes(order.target, self._rank, routes[self._rank])
         check_wanted(order.source, order.target, order.groups)
         worker = order.target.worker(self._rank)
+        owed = sum(owned_bytes(worker, order.target.group(name), w.token_range) for name, w in order.groups.items())
+        piece_bytes = self._slot_bytes if self._pages is None else _direct_piece_bytes(owed)
         pieces: dict[int, list[Piece]] = {}
         copies: dict[int, list[DenseCopies]] = {}
         for step in routes[self._rank]:
             group = order.target.group(step.box.group)
             wanted = order.groups.get(group.name)
-            for chunk in (
-                split(group, step.box, wanted.token_range, self._piece_bytes, order.piece_tokens) if wanted else ()
-            ):
+            for chunk in split(group, step.box, wanted.token_range, piece_bytes, order.piece_tokens) if wanted else ():
                 pieces.setdefault(step.source, []).append(Piece(chunk, chunk_bytes(group, chunk)))
                 copies.setdefault(step.source, []).append(dense_copies(worker, group, chunk, order.tables))
-        proof = _prove(worker, order.target, order.groups, [c for some in copies.values() for c in some])
+        proof = _prove(worker, owed, [c for some in copies.values() for c in some])
         shipments = {
             source: Shipment(
                 tuple(pieces.get(source, ())), tuple(copies.get(source, ())), ranks, self._runs(copies.get(source, ()))
@@ -127,9 +126,13 @@ def takers(routes: dict[int, tuple[Route, ...]], sources: list[int]) -> dict[int
     return {source: some or (ranks[source % len(ranks)],) for source, some in found.items()}
 
 
-def _prove(worker: Worker, target: Instance, groups: dict[str, Wanted], copies: list[DenseCopies]) -> Proof:
-    """All that this worker owns of the wanted tokens arrives, and no byte twice: so each exactly once."""
-    owed = sum(owned_bytes(worker, target.group(name), wanted.token_range) for name, wanted in groups.items())
+def _direct_piece_bytes(whole_bytes: int) -> int:
+    low, high = DIRECT_PIECE_BYTES
+    return min(max(whole_bytes // 8, low), high)
+
+
+def _prove(worker: Worker, owed: int, copies: list[DenseCopies]) -> Proof:
+    """All `owed` bytes, which this worker owns of the wanted tokens, arrive, and none twice: so each exactly once."""
     moved = sum(c.total_bytes for c in copies)
     if owed != moved:
         raise ProofError(f"target worker {worker.rank} wants {owed} bytes, the routes bring {moved}")

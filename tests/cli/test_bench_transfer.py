@@ -72,6 +72,7 @@ def test_json_of_two_transports(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert (split["run_bytes"], split["runs"], split["workers"]) == (512, 2048, [1, 4])
     assert rows["shm", "runs of 16384 B", PER_RUN]["run_bytes"] == 16384
     assert min(split["stages"].values()) > 0 and split["control_s"] > 0
+    assert min(split["processor_s"]) > 0  # of source and targets
     root = ET.fromstring(plot.read_text(encoding="utf-8"))
     assert len(root.findall(".//{*}circle")) == 2 * 2 * 2  # transports × ways × run lengths
 

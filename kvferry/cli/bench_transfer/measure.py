@@ -50,6 +50,7 @@ class Row:
     samples_s: tuple[float, ...]
     stages: Stages | None = None
     control_s: float = 0.0
+    processor_s: tuple[float, float] = (0.0, 0.0)  # of all sources and of all targets, in the best repetition
 
     @property
     def best_s(self) -> float:
@@ -151,13 +152,14 @@ class _Stand:
         samples: Sequence[float],
         stages: Stages | None = None,
         control: float = 0.0,
+        processor: tuple[float, float] = (0.0, 0.0),
     ) -> Row:
         scenario = self.scenario
         values, counts = np.unique(lengths, return_counts=True)
         common = int(values[np.argmax(counts)])
         workers = (len(self.sources), len(self.targets))
         parts = (self.transport, scenario.key, scenario.title, way, workers, int(lengths.sum()), len(lengths), common)
-        return Row(*parts, tuple(samples), stages, control)
+        return Row(*parts, tuple(samples), stages, control, processor)
 
     def repeated(self, what: str, move: Callable[[], float]) -> list[float]:
         """Once to warm up and `repeat` times for the clock; every byte of every target is compared each time."""
@@ -226,9 +228,11 @@ def _raw(stand: _Stand, way: str, copies: dict[tuple[int, int], Copies]) -> list
 
 def _by_kvferry(stand: _Stand, registry: str, way: str, lengths: U64) -> Row:
     with _endpoints(stand, registry, way) as name:
-        samples = stand.repeated(way, lambda: _transfer(stand, name))
-        control = min(_transfer(stand, name, empty=True) for _ in range(1 + stand.repeat))
-    return stand.row(way, lengths, samples, _stages(stand), control)
+        spent: list[tuple[float, float]] = []
+        samples = stand.repeated(way, lambda: _transfer(stand, name, spent))
+        control = min(_transfer(stand, name, [], empty=True) for _ in range(1 + stand.repeat))
+    best = spent[1:][samples.index(min(samples))]
+    return stand.row(way, lengths, samples, _stages(stand), control, best)
 
 
 @contextmanager
@@ -248,8 +252,11 @@ def _endpoints(stand: _Stand, registry: str, way: str) -> Iterator[str]:
         every(stand.targets, "close_ways")
 
 
-def _transfer(stand: _Stand, source: str, empty: bool = False) -> float:
-    """From the first send() to the last target's wait(). The offers are there before, as while prefill computes."""
+def _transfer(stand: _Stand, source: str, spent: list[tuple[float, float]], empty: bool = False) -> float:
+    """From the first send() to the last target's wait(). The offers are there before, as while prefill computes.
+
+    `spent` gets the processor time that it took, of all sources and of all targets.
+    """
     transfer = f"transfer-{next(_numbers)}"
     for target in stand.targets:
         target.begin("receive", transfer, source, empty)
@@ -260,10 +267,18 @@ def _transfer(stand: _Stand, source: str, empty: bool = False) -> float:
         time.sleep(0.005)
     # the first offer is there; the other targets' planning takes as long at most
     time.sleep(SETTLE_S + time.monotonic() - began_s)
+    before = _processor_s(stand)
     for member in stand.sources:
         member.begin("send", transfer, empty)
     found = answers(stand.all)
+    after = _processor_s(stand)
+    spent.append((after[0] - before[0], after[1] - before[1]))
     return float(max(found[len(stand.sources) :]) - min(found[: len(stand.sources)]))
+
+
+def _processor_s(stand: _Stand) -> tuple[float, float]:
+    """Of all sources and of all targets, so far."""
+    return sum(member.processor_s for member in stand.sources), sum(member.processor_s for member in stand.targets)
 
 
 def _stages(stand: _Stand) -> Stages:
