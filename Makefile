@@ -8,7 +8,7 @@ NIXL_READY := $(VENV)/.nixl-ready
 DOCS_READY := $(DOCS_VENV)/.ready
 PIP_INSTALL := -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test test-transports test-vllm test-sglang test-engines test-engines-nixl test-demo test-faults test-fuzz test-long lint docs clean
+.PHONY: demo test test-transports test-vllm test-sglang test-engines test-engines-long test-engines-nixl test-demo test-faults test-fuzz test-long lint docs clean
 
 demo: $(READY)
 	$(BIN)/kvferry demo
@@ -28,9 +28,14 @@ test-vllm:
 
 test-sglang:
 	sh scripts/setup_sglang.sh .venv-sglang
-	.venv-sglang/bin/python -m pytest -rs -m sglang tests/engines/sglang
+	.venv-sglang/bin/python -m pytest -rs -m "sglang and not long" tests/engines/sglang
 
 test-engines: test-vllm test-sglang
+
+# the pairs and faults of the engines that the two above leave out
+test-engines-long:
+	sh scripts/setup_sglang.sh .venv-sglang
+	.venv-sglang/bin/python -m pytest -rs -m "sglang and long" tests/engines/sglang
 
 # what makes the tokens of both engines equal a plain server's, once more over NIXL
 test-engines-nixl: export KVFERRY_TRANSPORT = nixl

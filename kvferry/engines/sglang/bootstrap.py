@@ -7,6 +7,7 @@ usual registration, which name that is and which registry they are in; decode as
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import http.client
 import logging
 from typing import Annotated, Any
@@ -145,7 +146,9 @@ def fetch_topology(address: str) -> PrefillServerInfo:
     query = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
     try:
         fields = decode_json(_get(address, f"/route?{query}"), dict[str, Any])
-        info = PrefillServerInfo(**fields)
+        # another version of SGLang may say more
+        known = {field.name for field in dataclasses.fields(PrefillServerInfo)}
+        info = PrefillServerInfo(**{name: value for name, value in fields.items() if name in known})
     except (DocumentError, TypeError, ValueError) as error:
         raise EngineError(f"bootstrap server {address}: unreadable answer: {error}") from None
     if min(info.attn_tp_size, info.attn_cp_size, info.dp_size, info.pp_size) < 1:

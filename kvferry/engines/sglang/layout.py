@@ -195,3 +195,35 @@ def document(name: str, model: str, rank: int, described: Sequence[Described]) -
 def _shifted(pool: Pool, by: int) -> Pool:
     buffers = tuple(Buffer(b.layer, b.part, b.region + by, b.offset_bytes, b.pages) for b in pool.buffers)
     return Pool(pool.group, pool.page_tokens, pool.page_bytes, pool.modes, buffers, table=pool.table, owned=pool.owned)
+
+
+def on_host(instance: Instance, name: str, device: Sequence[Registered], host: Sequence[Registered]) -> Instance:
+    """The same cache in SGLang's pool on the host, whose buffers KVArgs lists in the order of those on the device.
+
+    EngineError where an item is of another size, so that a page would look otherwise.
+    """
+    if [buffer.item_bytes for buffer in device] != [buffer.item_bytes for buffer in host]:
+        raise EngineError("the pool on the host has pages of another size than the pool that it stands for")
+    moved = {buffer.address: twin for buffer, twin in zip(device, host)}
+    (worker,) = instance.workers
+    twins = [moved.get(region.base) for region in worker.regions]
+    regions = tuple(Region(twin.address, twin.bytes) if twin else region for region, twin in zip(worker.regions, twins))
+    pools = tuple(
+        Pool(
+            pool.group,
+            pool.page_tokens,
+            pool.page_bytes,
+            pool.modes,
+            tuple(_on_twin(buffer, twins[buffer.region]) for buffer in pool.buffers),
+            table=pool.table,
+            owned=pool.owned,
+        )
+        for pool in worker.pools
+    )
+    whole = Instance(instance.format, name, instance.model, instance.groups, (Worker(worker.rank, regions, pools),))
+    return check_instance(whole)
+
+
+def _on_twin(buffer: Buffer, twin: Registered | None) -> Buffer:
+    pages = buffer.pages if twin is None else twin.items
+    return Buffer(buffer.layer, buffer.part, buffer.region, buffer.offset_bytes, pages)

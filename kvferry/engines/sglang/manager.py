@@ -32,22 +32,34 @@ from kvferry.engines.dump import write_dump
 from kvferry.engines.sglang import NAME
 from kvferry.engines.sglang.bootstrap import Home, fetch_home, fetch_topology
 from kvferry.engines.sglang.control import Ask, Attempts, Cancel, Rooms, decode
-from kvferry.engines.sglang.layout import ROW_TABLE, describe_rows, document
+from kvferry.engines.sglang.layout import ROW_TABLE, describe_rows, document, on_host
 from kvferry.engines.sglang.memory import memory_of
 from kvferry.engines.sglang.options import Options
 from kvferry.engines.sglang.places import Pages, held, tables, wanted
-from kvferry.engines.sglang.pool import Model, Ranks, named_tensors, read_pool, registered, state_kinds
+from kvferry.engines.sglang.pool import (
+    Model,
+    Ranks,
+    listed_twins,
+    named_tensors,
+    read_pool,
+    registered,
+    state_kinds,
+)
 from kvferry.engines.sglang.probe import map_memory, probe_pool
 from kvferry.errors import DocumentError, EngineError, TransferError
 from kvferry.layout.document import Instance
 from kvferry.layout.request import Side
 from kvferry.session import Endpoint, RegistryServer, Transfer
 from kvferry.session.events import Fence
+from kvferry.transport.base import Memory
+from kvferry.transport.memory import HostMemory
 
 LOG = logging.getLogger(__name__)
 END_S = 10.0
 """How long the scheduler waits for a failed transfer to let go of its pages; it takes milliseconds."""
 LISTEN_MS = 500
+STAGE_MS = 20
+"""SGLang asks the first stage of a pipeline how requests stand; the others have to tell it without being asked."""
 
 
 class KVFerryManager(CommonKVManager):
@@ -58,6 +70,7 @@ class KVFerryManager(CommonKVManager):
     map_memory = staticmethod(map_memory)
     map_all = staticmethod(memory_of)
     reports_transfer_latency = True
+    supports_host_destination = True
 
     def __init__(
         self, args: Any, disaggregation_mode: DisaggregationMode, server_args: Any, is_mla_backend: bool | None = False
@@ -72,16 +85,9 @@ class KVFerryManager(CommonKVManager):
         memory = self.map_all(worker, list(named_tensors(args.kvferry_pool).values()), self.map_memory)
         self._dump(args)
         probe_pool(args.kvferry_pool, worker, self.instance.groups, memory)
-        self.endpoint = Endpoint(
-            self.instance,
-            worker.rank,
-            memory,
-            world=parallel.attn_tp_size * parallel.pp_size,
-            registry=self.home.registry,
-            transport=self.options.transport,
-            slots=self.options.slots,
-            slot_bytes=self.options.slot_bytes,
-        )
+        world = parallel.attn_tp_size * parallel.pp_size
+        self.endpoint = self._open_endpoint(self.instance, memory, world)
+        self.host_endpoint = self._open_host_endpoint(args, world)
         self.rooms, self.attempts = Rooms(), Attempts()
         self._running: dict[str, int] = {}
         self._homes: dict[tuple[str, int], Home] = {}
@@ -96,6 +102,28 @@ class KVFerryManager(CommonKVManager):
             self._thread.start()
         else:
             self._thread = self._start_heartbeat_checker_thread()
+
+    def _open_endpoint(self, instance: Instance, memory: Memory, world: int) -> Endpoint:
+        options = self.options
+        return Endpoint(
+            instance,
+            instance.workers[0].rank,
+            memory,
+            world=world,
+            registry=self.home.registry,
+            transport=options.transport,
+            slots=options.slots,
+            slot_bytes=options.slot_bytes,
+        )
+
+    def _open_host_endpoint(self, args: Any, world: int) -> Endpoint | None:
+        """Decode may receive into SGLang's pool on the host: the same cache, as an instance of its own."""
+        here, twins = listed_twins(args)
+        if not twins:
+            return None
+        instance = on_host(self.instance, f"{self.home.instance}.host", here, twins)
+        regions = [self.map_memory(region.base, region.bytes) for region in instance.workers[0].regions]
+        return self._open_endpoint(instance, HostMemory(regions), world)
 
     def _describe(self, args: Any, server_args: Any, parallel: Any) -> tuple[Instance, Mapping[str, str]]:
         """This worker's part of the instance, and which page table each group goes by."""
@@ -127,7 +155,9 @@ class KVFerryManager(CommonKVManager):
 
     def begin_send(self, room: int, transfer: str) -> Transfer:
         """Prefill: nothing is computed yet. From now on either side's end of the request ends the other's."""
-        started = self.endpoint.send(transfer, {}, Side(), timeout_s=self.transfer_timeout_s, last=False)
+        name = str(room)  # what both sides and the router know it by
+        limit_s = self.transfer_timeout_s
+        started = self.endpoint.send(transfer, {}, Side(), timeout_s=limit_s, last=False, request=name)
         self._running[started.id] = room
         return started
 
@@ -138,11 +168,18 @@ class KVFerryManager(CommonKVManager):
         self.update_status(room, KVPoll.Transferring)
 
     def receive_pages(
-        self, room: int, transfer: str, source: Home, pages: Pages, source_page: int, window: int | None
+        self,
+        room: int,
+        transfer: str,
+        source: Home,
+        pages: Pages,
+        source_page: int,
+        window: int | None,
+        endpoint: Endpoint,
     ) -> Transfer:
         """Decode: fetch what belongs into these pages from a source whose pages take `source_page` tokens."""
         known = (self.instance.groups, self._table_of, pages)
-        started = self.endpoint.receive(
+        started = endpoint.receive(
             transfer,
             source.instance,
             wanted(*known, source_page, window),
@@ -150,6 +187,7 @@ class KVFerryManager(CommonKVManager):
             timeout_s=self.transfer_timeout_s,
             registry=source.registry,
             piece_tokens=self.piece_tokens,
+            request=str(room),
         )
         self._running[started.id] = room
         self.update_status(room, KVPoll.Transferring)
@@ -159,17 +197,21 @@ class KVFerryManager(CommonKVManager):
         """Called by SGLang's senders and receivers whenever the scheduler polls them."""
         self._settle()
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
-            self._follow(bootstrap_room)
+            self.follow(bootstrap_room)
         return super().check_status(bootstrap_room)
 
     def check_status_pp_consensus(self, bootstrap_room: int) -> KVPoll:
         """As `check_status`, on the first stage of a pipeline, which asks for all of them."""
         self._settle()
-        self._follow(bootstrap_room)
+        self.follow(bootstrap_room)
         return super().check_status_pp_consensus(bootstrap_room)
 
+    @property
+    def _endpoints(self) -> list[Endpoint]:
+        return [self.endpoint] if self.host_endpoint is None else [self.endpoint, self.host_endpoint]
+
     def _settle(self) -> None:
-        for transfer in self.endpoint.poll():
+        for transfer in [each for endpoint in self._endpoints for each in endpoint.poll()]:
             room = self._running.pop(transfer.id, None)
             if room is None or room not in self.request_status:
                 continue
@@ -178,7 +220,7 @@ class KVFerryManager(CommonKVManager):
             else:
                 self.update_status(room, KVPoll.Success)
 
-    def _follow(self, room: int) -> None:
+    def follow(self, room: int) -> None:
         """What decode said about a room whose transfer has not begun here."""
         word, status = self.rooms.last(room), self.request_status.get(room)
         if isinstance(word, Ask) and status == KVPoll.Bootstrapping:
@@ -192,16 +234,19 @@ class KVFerryManager(CommonKVManager):
             self.failure_records.setdefault(room, reason)
         self.update_status(room, KVPoll.Failed)
 
-    def finish(self, transfer: Transfer | None, reason: str) -> None:
-        """End a transfer if it still runs; afterwards nothing of it touches its pages, or its room."""
+    def finish(self, transfer: Transfer | None, reason: str, endpoint: Endpoint | None = None) -> None:
+        """End a transfer if it still runs; afterwards nothing of it touches its pages, or its room. `endpoint`: whose
+        it is, where that is not the one of the pool itself.
+        """
         if transfer is None:
             return
         self._running.pop(transfer.id, None)
         if transfer.state != "running":
             return
-        self.endpoint.abort(transfer, reason)
+        endpoint = endpoint or self.endpoint
+        endpoint.abort(transfer, reason)
         try:
-            self.endpoint.wait(transfer, END_S)
+            endpoint.wait(transfer, END_S)
         except TransferError as error:
             if transfer.state == "running":
                 LOG.error("%s; its pages may still be read or written", error)
@@ -213,17 +258,24 @@ class KVFerryManager(CommonKVManager):
             self._heartbeat_shutdown.set()
         self._thread.join()
         self.server_socket.close(linger=0)
-        self.endpoint.close()
+        for endpoint in self._endpoints:
+            endpoint.close()
         if self._registry_server is not None:
             self._registry_server.close()
 
     # prefill: decode's words
 
     def _listen(self) -> None:
+        later_stage = self.pp_rank > 0
         while not self._closing.is_set():
             try:
-                if self.server_socket.poll(LISTEN_MS):
-                    self.rooms.hear(decode(self.server_socket.recv_multipart()))
+                if self.server_socket.poll(STAGE_MS if later_stage else LISTEN_MS):
+                    word = decode(self.server_socket.recv_multipart())
+                    self.rooms.hear(word)
+                    if later_stage:
+                        self.follow(word.room)
+                if later_stage:
+                    self._settle()
             except DocumentError as error:
                 LOG.warning("message on the room socket refused: %s", str(error)[:400])
             except Exception:

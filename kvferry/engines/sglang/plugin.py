@@ -63,8 +63,12 @@ def keep_pool(_: None, kv_args: Any, token_to_kv_pool: Any, *args: Any, **option
 
 def tell_prompt(queue: Any, decode_req: Any, kv_indices: Any, *args: Any, **options: Any) -> None:
     """Decode's queue hands a receiver whole pages: say how many tokens they hold, which pages of another size need."""
+    from sglang.srt.disaggregation.base.conn import KVTransferDestination
+
     from kvferry.engines.sglang.receiver import KVFerryReceiver, Prompt
 
     if isinstance(decode_req.kv_receiver, KVFerryReceiver):
-        tokens = len(kv_indices) + options.get("decode_prefix_len", 0)
+        on_device = options.get("destination") != KVTransferDestination.HOST
+        # pages on the host are filled up with tokens that don't exist
+        tokens = len(kv_indices) + options["decode_prefix_len"] if on_device else len(decode_req.req.origin_input_ids)
         decode_req.kv_receiver.prompt = Prompt(tokens, queue.scheduler.sliding_window_size)

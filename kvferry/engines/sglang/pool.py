@@ -120,6 +120,18 @@ def read_pool(pool: Any, args: Any, model: Model, ranks: Ranks) -> list[Describe
     return described
 
 
+def listed_twins(args: Any) -> tuple[list[Registered], list[Registered]]:
+    """Buffers on the device and their twins on the host, where decode may receive on the host; else nothing."""
+    if args.host_kv_data_ptrs is None:
+        return [], []
+    here = registered(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
+    twins = registered(args.host_kv_data_ptrs, args.host_kv_data_lens, args.host_kv_item_lens)
+    for index, pointers in enumerate(args.host_state_data_ptrs or ()):
+        here += _listed_state(args, index)
+        twins += registered(pointers, args.host_state_data_lens[index], args.host_state_item_lens[index])
+    return here, twins
+
+
 def state_kinds(args: Any) -> list[str]:
     """In the order in which SGLang gives the page ids of a request's states."""
     return [str(getattr(kind, "value", kind)) for kind in args.state_types]

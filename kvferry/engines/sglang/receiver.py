@@ -41,6 +41,7 @@ class KVFerryReceiver(CommonKVReceiver):
         self._transfer: Transfer | None = None
         self._taken = bootstrap_room in mgr.request_status
         self.bootstrap_infos: list[dict[str, Any]] | None = None
+        self._endpoint = mgr.endpoint
         self._number = mgr.attempts.next(bootstrap_addr, bootstrap_room)
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         if self._taken:
@@ -75,8 +76,10 @@ class KVFerryReceiver(CommonKVReceiver):
             return
         if self._home is None or self.bootstrap_infos is None or aux_index is None:
             return self._fail(f"prefill server {self.bootstrap_addr} is not known")
-        if destination != KVTransferDestination.DEVICE:
-            return self._fail("pages on the host beside a device are not supported")
+        if destination == KVTransferDestination.HOST:
+            if self.kv_mgr.host_endpoint is None:
+                return self._fail("pages on the host are named, but SGLang listed no pool there at start")
+            self._endpoint = self.kv_mgr.host_endpoint
         try:
             page, start = self.kv_mgr.kv_args.page_size, decode_prefix_len or 0
             prompt = self.prompt or Prompt(start + len(kv_indices) * page, None)
@@ -84,7 +87,7 @@ class KVFerryReceiver(CommonKVReceiver):
             pages = Pages(page, prompt.tokens, kv_indices.tolist(), start, states, aux_index)
             source_page = self.prefill_info.page_size or page
             self._transfer = self.kv_mgr.receive_pages(
-                self.bootstrap_room, self._transfer_id, self._home, pages, source_page, prompt.window
+                self.bootstrap_room, self._transfer_id, self._home, pages, source_page, prompt.window, self._endpoint
             )
             self._tell(Ask(self.bootstrap_room, self._transfer_id))
         except (KVFerryError, zmq.ZMQError) as error:
@@ -111,13 +114,21 @@ class KVFerryReceiver(CommonKVReceiver):
         if self._taken:
             return
         if self._transfer is not None:
-            self.kv_mgr.endpoint.abort(self._transfer, "aborted on decode's side")
+            self._endpoint.abort(self._transfer, "aborted on decode's side")
         super().abort()
+
+    @property
+    def supports_host_destination(self) -> bool:
+        return self.kv_mgr.host_endpoint is not None
+
+    def is_abort_release_safe(self) -> bool:
+        """A transfer that has ended touches its pages no more, wherever the writer is: bytes land in staging first."""
+        return self._transfer is None or self._transfer.state != "running"
 
     def clear(self) -> None:
         if self._taken:
             return
-        self.kv_mgr.finish(self._transfer, "given up on decode's side")
+        self.kv_mgr.finish(self._transfer, "given up on decode's side", self._endpoint)
         super().clear()
 
     def failure_exception(self) -> None:

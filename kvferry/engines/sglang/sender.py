@@ -37,6 +37,8 @@ class KVFerrySender(CommonKVSender):
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         if self._taken:
             self.conclude_state = KVPoll.Failed
+        else:
+            mgr.follow(bootstrap_room)  # decode may have asked already
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """Decode has pages and prefill is about to compute."""

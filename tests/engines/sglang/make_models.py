@@ -1,7 +1,8 @@
 """make_models.py KIND FOLDER: the smallest models of other kinds that SGLang runs on a CPU, with random weights.
 
 sliding: Cohere2, whose layers alternate between a window of 64 tokens and all of them, with SGLang's option for models
-that keep both in pools of their own. latent: MiniCPM3 (MLA, in the form that attends to latents).
+that keep both in pools of their own. latent: MiniCPM3 (MLA, in the form that attends to latents). gated: Qwen3-Next,
+whose layers are gated delta nets and attention in turn.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Cohere2Config, Cohere2ForCausalLM, MiniCPM3Config, MiniCPM3ForCausalLM
+from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    MiniCPM3Config,
+    MiniCPM3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "sglang" / "make_model.py"
 COMMON: dict[str, Any] = {
@@ -44,10 +52,28 @@ def latent() -> tuple[Any, dict[str, Any]]:
     return MiniCPM3ForCausalLM(config), {}
 
 
+def gated() -> tuple[Any, dict[str, Any]]:
+    linear = {
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    experts |= {"shared_expert_intermediate_size": 64, "mlp_only_layers": [0, 1, 2, 3], "decoder_sparse_step": 1}
+    kinds = ["linear_attention", "full_attention"] * 2
+    config = Qwen3NextConfig(**COMMON, **linear, **experts, num_key_value_heads=4, head_dim=32, layer_types=kinds)
+    return Qwen3NextForCausalLM(config), {}
+
+
+KINDS = {"sliding": sliding, "latent": latent, "gated": gated}
+
+
 def make(kind: str, folder: Path) -> None:
     runpy.run_path(str(EXAMPLE))["make_model"](folder)  # for its tokenizer
     torch.manual_seed(0)
-    model, more = {"sliding": sliding, "latent": latent}[kind]()
+    model, more = KINDS[kind]()
     model.to(torch.float32).save_pretrained(folder)
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **more}))

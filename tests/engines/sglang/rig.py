@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,14 @@ class HighTensor(torch.Tensor):
         return BASE + real - start
 
 
+class DeviceTensor(HighTensor):
+    """The same, on another device than the CPU as far as it says."""
+
+    @property
+    def device(self) -> Any:
+        return SimpleNamespace(type="pretended", index=1)
+
+
 _ARENAS: set[int] = set()
 """Where the arenas of this process really are; each of them says that it is at `BASE`."""
 
@@ -59,11 +68,11 @@ class Arena:
         self._used = GUARD
         _ARENAS.add(self.bytes.ctypes.data)
 
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, kind: type[HighTensor] = HighTensor) -> torch.Tensor:
         nbytes = int(np.prod(shape)) * dtype.itemsize
         start, self._used = self._used, self._used + -(-nbytes // 64) * 64 + GUARD
         assert self._used <= len(self.bytes), f"{self._used} bytes of arena are needed"
-        return torch.from_numpy(self.bytes[start : start + nbytes]).view(dtype).reshape(shape).as_subclass(HighTensor)
+        return torch.from_numpy(self.bytes[start : start + nbytes]).view(dtype).reshape(shape).as_subclass(kind)
 
     def region(self, address: Address, nbytes: int) -> MappedRegion:
         start = address.value - BASE
@@ -101,7 +110,9 @@ class Rank:
     def __post_init__(self) -> None:
         self.arena = Arena(self.shape.arena_bytes(self.tp))
         self.heads = self.shape.heads_of(self.tp_rank, self.tp)
-        self.pool = self.shape.make_pool(self, self.arena.tensor)
+        kind = DeviceTensor if self.shape.device else HighTensor
+        self.pool = self.shape.make_pool(self, functools.partial(self.arena.tensor, kind=kind))
+        self.twin = self.shape.make_pool(self, self.arena.tensor) if self.shape.host else None
         self.rows = MetadataBuffers(8, 16, torch.float32, 16)
         for name, value in vars(self.rows).items():
             if isinstance(value, torch.Tensor):
@@ -117,6 +128,9 @@ class Rank:
         args.kv_layer_ids, args.num_draft_entries = [], 0
         args.page_size = self.pool.page_size
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.rows.get_buf_infos()
+        if self.twin is not None:
+            twins = self.twin.get_contiguous_buf_infos()
+            args.host_kv_data_ptrs, args.host_kv_data_lens, args.host_kv_item_lens = twins
         setup_state_kv_args(args, self.pool, None, total_kv_layers=self.shape.layers)
         return args
 
@@ -200,7 +214,7 @@ class Rig:
         wait_for(lambda: {side.poll() for side in both} <= {KVPoll.Success, KVPoll.Failed}, 60.0)
         return {int(side.poll()) for side in both}, senders, receivers
 
-    def receive(self, request: Request, decode: list[Rank]) -> list[Any]:
+    def receive(self, request: Request, decode: list[Rank], **options: Any) -> list[Any]:
         receivers = []
         for rank in decode:
             receiver = self.run(rank, KVFerryReceiver, rank.manager, self.address, request.room)
@@ -209,8 +223,8 @@ class Rig:
             receiver.prompt = Prompt(request.tokens, request.window)
             pages = np.array(request.target_pages[request.prefix // rank.page :], np.int32)
             states = self.state_indices(rank, request.target_states)
-            prefix = {"decode_prefix_len": request.prefix}
-            self.run(rank, receiver.send_metadata, pages, request.rows[1], states, **prefix)
+            options["decode_prefix_len"] = request.prefix
+            self.run(rank, receiver.send_metadata, pages, request.rows[1], states, **options)
             receivers.append(receiver)
         return receivers
 
@@ -272,6 +286,7 @@ def open_rig(
     decode_model: Path | None = None,
     decode_page: int | None = None,
     shape: Shape = LLAMA,
+    decode_shape: Shape | None = None,
     stages: tuple[int, ...] = (),
 ) -> Iterator[Rig]:
     """A fresh bootstrap server at `port` and fresh managers; everything is given back at the end. `stages`: how many
@@ -282,7 +297,7 @@ def open_rig(
         try:
             start_side(rig.prefill, prefill_model, DisaggregationMode.PREFILL, prefill_tp, page, port, shape, stages)
             other, other_page = decode_model or prefill_model, decode_page or page
-            start_side(rig.decode, other, DisaggregationMode.DECODE, decode_tp, other_page, port, shape)
+            start_side(rig.decode, other, DisaggregationMode.DECODE, decode_tp, other_page, port, decode_shape or shape)
             yield rig
         finally:
             rig.close()

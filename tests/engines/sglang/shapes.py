@@ -56,17 +56,21 @@ class Cells:
 @dataclass(frozen=True)
 class Shape:
     """`kind`: attention, sliding (every other layer), latent, index (latent with index keys) or gated (every other
-    layer has recurrent state, its convolution of channels q | k | v).
+    layer has recurrent state, its convolution of channels q | k | v). `device`: the pool says that it is on one;
+    `host`: there is a second one on the host for decode to receive into.
     """
 
     kind: str = "attention"
     layers: int = 4
     heads: int = 4
     dim: int = 32
+    dtype: torch.dtype = torch.float32
+    device: bool = False
+    host: bool = False
 
     def arena_bytes(self, tp: int) -> int:
         heads = len(self.heads_of(0, tp)) if self.kind != "index" else 40
-        return (1 << 20) + self.layers * 2 * ((SLOTS + 128) * heads * self.dim * 4 + (1 << 15))
+        return (1 << 20) + self.layers * (4 if self.host else 2) * ((SLOTS + 128) * heads * self.dim * 4 + (1 << 15))
 
     def heads_of(self, rank: int, tp: int) -> range:
         """As SGLang shares out KV heads; uneven where they don't divide, which its models don't do."""
@@ -79,12 +83,13 @@ class Shape:
     def cells(self, rank: Any) -> list[Cells]:
         return getattr(self, f"_cells_{self.kind}")(rank)
 
+    def twin_cells(self, rank: Any) -> list[Cells]:
+        return self._attention_cells(rank, rank.twin, list(rank.layers), "kv", 0)
+
     def _make_attention(self, rank: Any, tensor: MakeTensor) -> Any:
         count, first = len(rank.layers), rank.layers.start
         options = {"start_layer": first, "end_layer": first + count}
-        pool = MHATokenToKVPool(
-            SLOTS, rank.page, torch.float32, len(rank.heads), self.dim, count, "cpu", False, **options
-        )
+        pool = MHATokenToKVPool(SLOTS, rank.page, self.dtype, len(rank.heads), self.dim, count, "cpu", False, **options)
         return _moved(pool, tensor)
 
     def _cells_attention(self, rank: Any) -> list[Cells]:

@@ -1,12 +1,13 @@
-"""Real servers of other kinds of model: a hybrid with sliding windows, and latent attention (MLA).
+"""Real servers of other kinds of model: a hybrid with sliding windows, latent attention (MLA), and gated delta nets.
 
-Recurrent state (Mamba, GDN) and index keys (DSA) need kernels that this version of SGLang has for accelerators only, or
-for CPUs with AMX; `test_states` moves them on synthetic pools.
+What a plain server can't run on this machine is skipped with what the server said; `test_states` moves the same on
+synthetic pools.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from tests.engines.sglang.park import PROMPTS, Tokens, all_at_once, one_by_one, 
 from tests.engines.sglang.servers import Server, generate, healthy
 
 pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.timeout(500)]
+KINDS = ("sliding", "latent", "gated")
 MAKE = Path(__file__).parent / "make_models.py"
 Start = Callable[..., Server]
 
@@ -25,10 +27,10 @@ Start = Callable[..., Server]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    for kind in ("sliding", "latent"):
+    for kind in KINDS:
         command = [sys.executable, str(MAKE), kind, str(folder / kind)]
         subprocess.run(command, check=True, timeout=120, capture_output=True)
-    return {kind: folder / kind for kind in ("sliding", "latent")}
+    return {kind: folder / kind for kind in KINDS}
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +50,27 @@ def start(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     assert not [pid for server in running for pid in server.pids()], "a server process is left"
 
 
-@pytest.mark.parametrize(("model", "decode_tp"), [("sliding", 2), ("latent", 2)])
-def test_tokens_equal_those_of_a_plain_server(start: Start, model: str, decode_tp: int) -> None:
-    """Prompts from shorter than a window to many windows long, one rank into two."""
-    plain, prefill, decode = start(model, "plain"), start(model, "prefill"), start(model, "decode", tp=decode_tp)
+def tokens_of(plain: Server, known_to_run: bool) -> Tokens:
+    """What a plain server says; else a skip with its reason, where it isn't known that this model runs here."""
     try:
         plain.wait()
-        expected: Tokens = [generate(plain.port, prompt)[1]["output_ids"] for prompt in PROMPTS]
+        return [generate(plain.port, prompt)[1]["output_ids"] for prompt in PROMPTS]
+    except (AssertionError, OSError):
+        if known_to_run:
+            raise
+        lines = [line for line in plain.text().splitlines() if re.match(r"\w*(Error|Exception)\b", line)]
+        pytest.skip(f"SGLang can't serve this model here: {lines[0] if lines else plain.text()[-500:]}")
+    finally:
         plain.stop()
+
+
+@pytest.mark.parametrize(("model", "decode_tp"), [("sliding", 2), ("latent", 2), ("gated", 1)])
+def test_tokens_equal_those_of_a_plain_server(start: Start, model: str, decode_tp: int) -> None:
+    """Prompts from shorter than a window to many windows long, one rank into two."""
+    plain = start(model, "plain")
+    expected = tokens_of(plain, known_to_run=model != "gated")
+    prefill, decode = start(model, "prefill"), start(model, "decode", tp=decode_tp)
+    try:
         assert len({tuple(each) for each in expected}) == len(PROMPTS)  # what comes depends on the prompt
         assert ("SWAKVPool" in plain.text()) == (model == "sliding")
         prefill.wait()
@@ -63,7 +78,7 @@ def test_tokens_equal_those_of_a_plain_server(start: Start, model: str, decode_t
         assert one_by_one(prefill, decode) == expected
         assert all_at_once(prefill, decode) == expected
     finally:
-        for server in (plain, prefill, decode):
+        for server in (prefill, decode):
             server.stop()
 
 

@@ -35,7 +35,9 @@ from tests.engines.sglang.rig import (  # noqa: E402
 from tests.engines.sglang.servers import free_ports  # noqa: E402
 from tests.engines.sglang.shapes import SLOTS, Shape  # noqa: E402
 
-HEADS, SIZES = (1, 2, 4, 8), (1, 2, 4, 8, 16)
+LONG = pytest.mark.long
+HEADS = (pytest.param(1, marks=LONG), 2, 4, pytest.param(8, marks=LONG))
+SIZES = (1, 2, 4, 8, 16)
 ODD = ((12, 3, 2), (12, 4, 3), (12, 6, 4), (12, 2, 3), (4, 8, 16), (2, 4, 8), (2, 4, 16))
 """(heads, prefill, decode): sizes that don't divide (F16), and fewer heads than prefill ranks (F13)."""
 STOCK_WRONG = {

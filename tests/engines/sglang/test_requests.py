@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,18 +17,32 @@ import zmq
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 pytest.importorskip("sglang", reason="sglang is not importable")
 
-from sglang.srt.disaggregation.base.conn import KVPoll  # noqa: E402
+import torch  # noqa: E402
+from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination  # noqa: E402
 from sglang.srt.disaggregation.common.conn import KVTransferError  # noqa: E402
 from sglang.srt.disaggregation.utils import DisaggregationMode  # noqa: E402
 
 from kvferry.engines.dump import merge_dumps, read_dump  # noqa: E402
+from kvferry.engines.sglang import bootstrap as bootstrap_module  # noqa: E402
 from kvferry.engines.sglang import pool as pool_module  # noqa: E402
+from kvferry.engines.sglang.memory import SplitMemory  # noqa: E402
 from kvferry.engines.sglang.receiver import KVFerryReceiver  # noqa: E402
 from kvferry.engines.sglang.sender import KVFerrySender  # noqa: E402
 from kvferry.errors import EngineError  # noqa: E402
 from kvferry.layout.document import Mode  # noqa: E402
 from kvferry.session import RegistryServer  # noqa: E402
-from tests.engines.sglang.rig import LAYERS, Rank, Rig, open_rig, start_side, wait_for  # noqa: E402
+from tests.engines.sglang.rig import (  # noqa: E402
+    LAYERS,
+    UNTOUCHED,
+    Rank,
+    Request,
+    Rig,
+    open_rig,
+    start_side,
+    wait_for,
+    write_config,
+)
+from tests.engines.sglang.shapes import LLAMA  # noqa: E402
 
 PAGES = [3, 7, 1]
 
@@ -233,6 +248,89 @@ def test_another_model_is_refused_with_both_names(model: Path, free_port: int, t
         ends(target, KVPoll.Failed)
         text = reason(target)
         assert "model" in text and "tiny-llama" in text and "other-llama" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "both"),
+    [
+        ({"layers": 3}, "groups.attn.layers", ("(0, 1, 2, 3)", "(0, 1, 2)")),
+        ({"heads": 2}, "groups.attn.axes", ("'head': 4", "'head': 2")),
+        ({"dim": 16}, "groups.attn.axes", ("'dim': 32", "'dim': 16")),
+        ({"dtype": torch.float16}, "groups.attn.dtype", ("'float32'", "'float16'")),
+    ],
+)
+def test_another_cache_is_refused_with_both_values(
+    model: Path, free_port: int, tmp_path: Path, change: dict[str, Any], field: str, both: tuple[str, str]
+) -> None:
+    """F18, F37: on that request; SGLang's own handshake compares page size and data type only."""
+    shape = replace(LLAMA, **change)
+    changes = {"num_hidden_layers": shape.layers, "num_key_value_heads": shape.heads}
+    other = write_config(model, tmp_path / "tiny-llama", **changes)
+    with open_rig(model, 1, 1, 16, free_port, decode_model=other, decode_shape=shape) as rig:
+        target = receiver(rig, 1)
+        ends(target, KVPoll.Failed)
+        text = reason(target)
+        assert field in text and all(value in text for value in both), text
+
+
+def test_another_version_of_sglang_may_say_more(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides cache the same: what else one of them says is no reason to refuse it."""
+    honest = bootstrap_module._get
+
+    def more(address: str, path: str) -> bytes:
+        answer = json.loads(honest(address, path))
+        return json.dumps({**answer, "said_since": "0.6"} if path.startswith("/route") else answer).encode()
+
+    monkeypatch.setattr(bootstrap_module, "_get", more)
+    test_states_of_a_good_request(rig)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2)])
+def test_a_pool_on_a_device(model: Path, free_port: int, sizes: tuple[int, int]) -> None:
+    """Its tensors are reached through torch, the rows beside it as host memory. The device is pretended."""
+    with open_rig(model, *sizes, 16, free_port, shape=replace(LLAMA, device=True)) as rig:
+        regions = rig.prefill[0].manager.instance.workers[0].regions
+        assert {region.memory for region in regions} == {"host", "device"}
+        assert all(isinstance(rank.manager.endpoint._memory, SplitMemory) for rank in rig.prefill + rig.decode)
+        for rank in rig.prefill:
+            rank.fill(PAGES, range(48), 2)
+        for rank in rig.decode:
+            rank.arena.bytes[:] = UNTOUCHED
+        states, _, _ = rig.run_request(Request(1, 41, PAGES, [9, 4, 6]))
+        assert states == {KVPoll.Success}
+        for rank in rig.decode:
+            found = rank.arena.bytes.copy()
+            rank.fill([9, 4, 6], range(48), 5)
+            assert (found == rank.arena.bytes).all()
+
+
+def test_pages_on_the_host(model: Path, free_port: int) -> None:
+    """Decode receives into SGLang's pool on the host instead of the one on the device, which is left as it was."""
+    with open_rig(model, 2, 1, 16, free_port, shape=replace(LLAMA, device=True, host=True)) as rig:
+        (rank,) = rig.decode
+        for each in rig.prefill:
+            each.fill(PAGES, range(48), 2)
+        for room, target_pages in enumerate(([9, 4, 6], [2, 3, 5])):
+            rank.arena.bytes[:] = UNTOUCHED
+            request = Request(room, 48, PAGES, target_pages)
+            (target,) = rig.receive(request, rig.decode, destination=KVTransferDestination.HOST)
+            assert target.supports_host_destination
+            for source in rig.send(request):
+                ends(source, KVPoll.Success)
+            ends(target, KVPoll.Success)
+            assert target.is_abort_release_safe()
+            found = rank.arena.bytes.copy()
+            rank.arena.bytes[:] = UNTOUCHED
+            for cells in rank.shape.twin_cells(rank):
+                cells.write(target_pages, range(48))
+            for index, view in enumerate(rank.row_bytes(5)):
+                view[:] = np.random.default_rng(index).integers(0, 256, len(view), np.uint8)
+            assert (found == rank.arena.bytes).all()
+        request = Request(7, 48, PAGES, [2, 3, 5])
+        (target,) = rig.receive(request, rig.decode, destination=KVTransferDestination.HOST)
+        target.abort()
+        assert "Aborted" in reason(target)
+        assert target.is_abort_release_safe()  # before anybody else gets these pages
 
 
 def test_no_prefill_server(rig: Rig) -> None:

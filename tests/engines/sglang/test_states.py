@@ -106,8 +106,16 @@ def wrong_bytes(rig: Rig, move: Move) -> int:
 SIZES = [(1, 1), (1, 2), (2, 1), (4, 2)]
 
 
-@pytest.mark.parametrize("pages", [(16, 16), (1, 16), (16, 1), (4, 6)])
-@pytest.mark.parametrize("sizes", SIZES)
+PAGES = [(16, 16), (1, 16), (16, 1), (4, 6)]
+# every size with one pair of pages; the other pairs in `make test-engines-long`
+WINDOWS = [
+    pytest.param(sizes, pages, marks=[] if i == j else pytest.mark.long)
+    for i, sizes in enumerate(SIZES)
+    for j, pages in enumerate(PAGES)
+]
+
+
+@pytest.mark.parametrize(("sizes", "pages"), WINDOWS)
 def test_sliding_window(model: Path, port: int, sizes: tuple[int, int], pages: tuple[int, int]) -> None:
     """F44: windows that begin inside a page, that are as long as the prompt, or shorter than a chunk."""
     with open_rig(model, *sizes, pages[0], port, decode_page=pages[1], shape=Shape("sliding")) as rig:
