@@ -19,9 +19,9 @@ from kvferry.layout.tensors import TensorView
 from kvferry.layout.validate import check_instance
 
 KV_TABLE, ROW_TABLE = "kv", "row"
-"""Page tables of a request: SGLang's KV page ids, and its one metadata index. What KVArgs lists as a state has a table
-of the state's name.
-"""
+"""Page tables of a request: SGLang's KV page ids, and its one metadata index."""
+MAMBA, SLIDING, INDEX = "mamba", "swa", "dsa"
+"""SGLang's names of what KVArgs lists as states, which are also the names of their page tables."""
 ROW_GROUP = "row"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.engines.sglang.layout import KV_TABLE, ROW_TABLE
+from kvferry.engines.sglang.layout import KV_TABLE, ROW_TABLE, SLIDING
 from kvferry.errors import EngineError
 from kvferry.layout.document import Group
 from kvferry.layout.request import Side, Table, Wanted
@@ -72,7 +72,7 @@ def wanted(
             raise EngineError(f"group {name}: SGLang names no page of it for this request")
         if each.tokens is not None:
             start, stop = each.tokens
-            if table_of[name] != KV_TABLE and window is not None:
+            if table_of[name] == SLIDING and window is not None:
                 start = max(start, max(0, pages.tokens - window) // other_page * other_page)
             each = Wanted(tokens=(start, max(start, min(stop, -(-pages.tokens // other_page) * other_page))))
         found[name] = each

@@ -6,14 +6,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.engines.sglang.layout import KINDS, KV_TABLE, Cache, Described, Registered, describe_cache
+from kvferry.engines.sglang.layout import (
+    INDEX,
+    KINDS,
+    KV_TABLE,
+    MAMBA,
+    SLIDING,
+    Cache,
+    Described,
+    Registered,
+    describe_cache,
+)
 from kvferry.engines.sglang.states import Index, State, describe_index, describe_state
 from kvferry.errors import EngineError
 from kvferry.layout.address import Address
 from kvferry.layout.tensors import view_of
-
-MAMBA, SLIDING, INDEX = "mamba", "swa", "dsa"
-"""Names of SGLang's kinds of state, which are also the names of their page tables."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from kvferry.engines.probe import Readable, check_written, tags
-from kvferry.engines.sglang.pool import INDEX, MAMBA, Slots, slots_of, state_tensors
+from kvferry.engines.sglang.layout import INDEX, MAMBA
+from kvferry.engines.sglang.pool import Slots, slots_of, state_tensors
 from kvferry.layout.address import Address
 from kvferry.layout.document import Group, Worker
 from kvferry.layout.request import Side, Table
