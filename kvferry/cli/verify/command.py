@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import threading
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from kvferry.cli.crew import Member
@@ -15,7 +15,7 @@ from kvferry.cli.verify.drive import Driver
 from kvferry.cli.verify.models import ALL, PRESETS, made_up, read_side
 from kvferry.cli.verify.node import Node
 from kvferry.cli.verify.report import as_document, as_text
-from kvferry.errors import DocumentError
+from kvferry.errors import DocumentError, EngineError
 from kvferry.layout.document import Instance, encode_json
 from kvferry.session.keys import HOST_VARIABLE, KEYS_VARIABLE, access
 from kvferry.session.registry import RegistryServer
@@ -130,8 +130,15 @@ def _start(
     members = []
     for rank in ranks or known:
         members.append(Member(f"verify {name} {rank}", Node))
-        opened.callback(members[-1].kill)
+        opened.callback(_stop, members[-1])
         members[-1].begin("start", document, rank, name, url, options)
     for member in members:
         member.answer()
     return name
+
+
+def _stop(member: Member) -> None:
+    """Signed off where it still can, so that nobody looks for it; then ended."""
+    with suppress(EngineError):
+        member("stop")
+    member.kill()

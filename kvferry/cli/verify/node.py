@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from kvferry.cli.verify.control import (
@@ -49,6 +50,7 @@ class Node:
     def __init__(self) -> None:
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._at_end: tuple[Callable[[], object], ...] = ()
 
     def start(self, document: Instance, rank: int, name: str, registry: str, options: dict[str, Any]) -> None:
         """Register, and answer from now on. `document` is the whole instance; `options` are the endpoint's."""
