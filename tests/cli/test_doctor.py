@@ -340,6 +340,12 @@ def greet(server: socket.socket) -> None:
         connection.sendall(b"SSH-2.0-x\r\n")
 
 
+def test_stand_ins_of_verify_are_no_workers(registry: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Registry(registry).put(Entry("verify/prefill/control", 7, 0, 1, "tcp://127.0.0.1:1"), 60)
+    _, findings = examine(capsys, "--registry", registry)
+    assert [one.area for one in findings] == ["registry"]
+
+
 def test_an_empty_registry_is_yellow(registry: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, findings = examine(capsys, "--registry", registry)
     assert code == 1 and "start the workers" in the_fault(findings, "registry", "answers").cure

@@ -15,6 +15,7 @@ from kvferry.cli.doctor.finding import EXIT, Check, Finding, run_checks, worst
 from kvferry.cli.doctor.inquiry import Answer
 from kvferry.cli.doctor.report import as_document, as_text
 from kvferry.cli.progress import Progress
+from kvferry.cli.verify.names import is_stand_in
 from kvferry.errors import KVFerryError
 from kvferry.layout.document import encode_json
 from kvferry.session.keys import HOST_VARIABLE, KEYS_VARIABLE, Access, access, read_keys
@@ -120,7 +121,8 @@ def _elsewhere(url: str, at: Access, transport: str, seen: _Seen) -> list[Findin
     """The registry, then its workers, then the pairs: each step needs what the one before has found."""
 
     def ask_registry() -> Sequence[Finding]:
-        findings, seen.listed = registry.ask(url, at)
+        findings, listed = registry.ask(url, at)
+        seen.listed = [one for one in listed if not is_stand_in(one.entry.instance)]
         return findings
 
     def ask_workers() -> Sequence[Finding]:

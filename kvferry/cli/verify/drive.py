@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvferry.cli.verify.cases import Case, bulk_case, make_cases
 from kvferry.cli.verify.control import Answer, Caller, Describe, Described, Ended, Expect, Fill, Question, Receive, Send
-from kvferry.cli.verify.node import control_name
+from kvferry.cli.verify.names import control_name
 from kvferry.cli.verify.synthetic import Checked, Fault, Guards, Outcome, Share
 from kvferry.errors import RegistryError, WorkerFailed
 from kvferry.layout.document import Instance
@@ -138,12 +138,16 @@ class Driver:
     def _wait(self, name: str, wait_s: float) -> tuple[Entry, ...]:
         end_s = time.monotonic() + wait_s
         while True:
-            view = self._registry.instance(control_name(name))
-            if view.ready:
-                return view.workers
+            try:
+                view = self._registry.instance(control_name(name))
+                if view.ready:
+                    return view.workers
+                problem = view.missing
+            except RegistryError as error:
+                problem = str(error)
             if time.monotonic() > end_s:
                 raise RegistryError(
-                    f"no workers named {name!r} wait at {self._registry.url} ({view.missing}); start them where "
+                    f"no workers named {name!r} wait at {self._registry.url} ({problem}); start them where "
                     f"{name!r} is: kvferry verify worker FILE --name {name} --registry {self._registry.url}"
                 )
             time.sleep(LOOK_S)

@@ -20,6 +20,7 @@ from kvferry.cli.verify.control import (
     Send,
 )
 from kvferry.cli.verify.memory import SparseMemory
+from kvferry.cli.verify.names import control_name, endpoint_name
 from kvferry.cli.verify.synthetic import Synthetic
 from kvferry.layout.document import Instance
 from kvferry.session.choices import own_registry
@@ -29,19 +30,8 @@ from kvferry.session.messages import Peer
 from kvferry.session.registry import Entry
 from kvferry.session.shell import Rendezvous
 
-PREFIX = "verify/"
-CONTROL = "/control"
 TTL_S = 10.0
 POLL_S = 0.2
-
-
-def endpoint_name(name: str) -> str:
-    """Not the engine's own, which may be running and registered."""
-    return f"{PREFIX}{name}"
-
-
-def control_name(name: str) -> str:
-    return f"{PREFIX}{name}{CONTROL}"
 
 
 class Node:
