@@ -96,7 +96,8 @@ def test_a_healthy_pair_is_green_and_not_touched(crew: Crew, registry: str, caps
     for line in lines.values():
         assert "offers shm, process_vm, tcp; shm from here" in line
     fits = {finding.name: finding.found for finding in findings if finding.area == "pairs"}
-    assert fits[pair.source].endswith(f"fits {pair.target}") and fits[pair.target].endswith(f"fits {pair.source}")
+    assert fits[pair.source].endswith(f"fits {pair.target} (over shm)")
+    assert fits[pair.target].endswith(f"fits {pair.source} (over shm)")
     # the workers have forgotten the doctor, and nothing was registered
     for member in [*pair.sources, *pair.targets]:
         assert member("stats")["peers"] == 0
@@ -324,6 +325,14 @@ def test_no_way_between_the_two(crew: Crew, registry: str, capsys: pytest.Captur
     fault = the_fault(findings, "workers", "prefill rank 0")
     assert "offers tcp; no way to the peer over 'shm': shm: not offered by the peer" in fault.found
     assert "the same transport" in fault.cure
+
+
+def test_a_pair_without_a_common_transport(crew: Crew, registry: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, member, transport in zip(("prefill", "decode"), crew.take(2), ("tcp", "shm")):
+        open_all([member], name, Shape(), registry, transport=transport)
+    _, findings = examine(capsys, "--registry", registry)
+    fault = the_fault(findings, "pairs", "decode, prefill")
+    assert "no transport that both could use" in fault.found and "with auto" in fault.cure
 
 
 def test_something_else_at_an_address(registry: str, capsys: pytest.CaptureFixture[str]) -> None:

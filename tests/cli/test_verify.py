@@ -100,7 +100,7 @@ def nodes(document: Instance, name: str, url: str, kind: type[Node] = Node, only
     try:
         for worker in document.workers:
             node = kind() if only in (-1, worker.rank) else Node()
-            node.start(document, worker.rank, name, url, {})
+            node.start(document, worker.rank, len(document.workers), name, url, {})
             started.append(node)
         yield
     finally:
@@ -400,3 +400,30 @@ def test_two_hosts_two_commands(tmp_path: Path) -> None:
                 assert done.stdout.splitlines()[-1].startswith("good: 4 of 4 right")
         finally:
             worker.terminate()
+
+
+@pytest.mark.slow
+def test_a_side_on_two_hosts(tmp_path: Path) -> None:
+    """Each host has the dumps of its own ranks only."""
+    whole = attention("tp=2", "prefill")
+    for worker in whole.workers:
+        part = msgspec.structs.replace(whole, workers=(worker,))
+        (tmp_path / f"{worker.rank}.json").write_bytes(encode_json(part))
+    (tmp_path / "decode.json").write_bytes(encode_json(attention("tp=1", "decode")))
+    with RegistryServer() as server:
+        hosts = [
+            subprocess.Popen(
+                [*COMMAND, "worker", str(tmp_path / f"{rank}.json"), "--world", "2", "--registry", server.url],
+                stdout=subprocess.DEVNULL,
+            )
+            for rank in (0, 1)
+        ]
+        try:
+            driver = [*COMMAND, "--registry", server.url, "prefill", str(tmp_path / "decode.json"), "--mib", "0"]
+            done = subprocess.run(driver, capture_output=True, text=True, timeout=100)
+        finally:
+            for host in hosts:
+                host.terminate()
+                host.wait()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("good: 4 of 4 right")

@@ -134,5 +134,5 @@ def _elsewhere(url: str, at: Access, transport: str, seen: _Seen) -> list[Findin
     findings += registry.instances(seen.listed)
     if seen.listed:
         findings += run_checks([Check(workers.AREA, "workers", ask_workers, WORKERS_S)])
-        findings += run_checks([Check(pairs.AREA, "pairs", lambda: pairs.compare(seen.answers), PAIRS_S)])
+        findings += run_checks([Check(pairs.AREA, "pairs", lambda: pairs.compare(seen.answers, seen.speeds), PAIRS_S)])
     return findings

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import combinations, groupby
+from collections.abc import Mapping, Sequence
+from itertools import combinations, groupby, permutations
 
 from kvferry.cli.doctor.finding import Finding
 from kvferry.cli.doctor.inquiry import Answer
+from kvferry.cli.doctor.units import speed
+from kvferry.cli.doctor.workers import LOCAL, OFFERS
 from kvferry.errors import IncompatibleError, PlanError
-from kvferry.layout.document import Instance
+from kvferry.layout.document import Instance, decode_msgpack
 from kvferry.plan.route import check_compatible, route
+from kvferry.session.shell import this_process
+from kvferry.transport.base import Export
 
 AREA = "pairs"
 
 
-def compare(answers: Sequence[Answer]) -> list[Finding]:
-    """One line for each pair that can't talk although it serves one model, and one for each instance."""
+def compare(answers: Sequence[Answer], speeds: Mapping[str, float]) -> list[Finding]:
+    """One line for each pair that can't talk although it serves one model, and one for each instance.
+
+    `speeds`: bytes per second by transport, as measured between two processes of this machine.
+    """
     found: list[Finding] = []
     whole: list[Instance] = []
     for name, some in groupby(answers, key=lambda answer: answer.entry.instance):
@@ -26,22 +33,31 @@ def compare(answers: Sequence[Answer]) -> list[Finding]:
             found.append(Finding("red", AREA, name, problem, cure))
         elif all(a.card is not None for a in workers) and len(workers) == workers[0].entry.world:
             whole.append(_join(workers))
+    names = [one.instance for one in whole]
+    ways = {(a, b): _way(a, b, answers, speeds) for a, b in permutations(names, 2)}
     problems = {(one.instance, other.instance): _problem(one, other) for one, other in combinations(whole, 2)}
+    for pair in [pair for pair in problems if not problems[pair][0] and not ways[pair]]:
+        problems[pair] = "they offer no transport that both could use", "start both with the same one, or with auto"
     found += [
         Finding("red", AREA, f"{one.instance}, {other.instance}", *problems[one.instance, other.instance])
         for one, other in combinations(whole, 2)
         if one.model == other.model and problems[one.instance, other.instance][0]
     ]
-    return found + [_partners(instance, whole, problems) for instance in whole]
+    return found + [_partners(instance, whole, problems, ways) for instance in whole]
 
 
-def _partners(one: Instance, whole: Sequence[Instance], problems: dict[tuple[str, str], tuple[str, str]]) -> Finding:
+def _partners(
+    one: Instance,
+    whole: Sequence[Instance],
+    problems: dict[tuple[str, str], tuple[str, str]],
+    ways: dict[tuple[str, str], str],
+) -> Finding:
     others = [other for other in whole if other is not one]
 
     def problem(other: Instance) -> tuple[str, str]:
         return problems.get((one.instance, other.instance)) or problems[other.instance, one.instance]
 
-    fitting = [other.instance for other in others if not problem(other)[0]]
+    fitting = [f"{other.instance} ({ways[one.instance, other.instance]})" for other in others if not problem(other)[0]]
     what = f"{one.model}, {len(one.workers)} worker(s)"
     if fitting:
         return Finding("green", AREA, one.instance, f"{what}, fits {', '.join(fitting)}")
@@ -68,6 +84,23 @@ def _problem(one: Instance, other: Instance) -> tuple[str, str]:
             cure = f"restart {source.instance}: its workers don't hold all that {target.instance} wants"
             return f"{source.instance} to {target.instance}: {error}", cure
     return "", ""
+
+
+def _way(one: str, other: str, answers: Sequence[Answer], speeds: Mapping[str, float]) -> str:
+    """The transport that the workers of two instances would use, by what they offer and by whether they share a host;
+    nothing where there is none.
+
+    Only they themselves try it.
+    """
+    cards = [a.card for a in answers if a.card is not None and a.entry.instance in (one, other)]
+    hosts = {card.process.namespace if card.process else card.address for card in cards}
+    exports = [decode_msgpack(card.export, Export) for card in cards]
+    for way in OFFERS:
+        if all(getattr(export, way) is not None for export in exports) and (way not in LOCAL or len(hosts) == 1):
+            here = this_process()
+            known = way in speeds and here is not None and hosts == {here.namespace}
+            return f"over {way}, {speed(speeds[way])} between two processes here" if known else f"over {way}"
+    return ""
 
 
 def _difference(workers: Sequence[Answer]) -> str:

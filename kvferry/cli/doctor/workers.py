@@ -20,6 +20,8 @@ AREA = "workers"
 WAY_S = 15.0
 """To find the way to one worker; NIXL alone is given 10 s for its connection."""
 OFFERS = ("shm", "process_vm", "nixl", "tcp")
+"""In the order of preference."""
+LOCAL = ("shm", "process_vm")
 PROBE_BYTES = 4096
 
 
@@ -83,7 +85,7 @@ def _finding(answer: Answer, own: Transport, speeds: Mapping[str, float]) -> Fin
 
 
 def _speed(way: str, speeds: Mapping[str, float]) -> str:
-    if way in ("shm", "process_vm"):
+    if way in LOCAL:
         return f", {speed(speeds[way])} between two processes here" if way in speeds else ""
     return "; its speed between hosts is measured by `kvferry verify`"
 

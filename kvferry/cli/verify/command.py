@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mib", type=int, default=32, metavar="N", help="what is moved to measure the speed, 0: nothing (default: 32)"
     )
+    parser.add_argument("--world", type=int, metavar="N", help="as a worker: ranks of this side on all hosts")
     parser.add_argument("--json", action="store_true", help="print a kvferry-verify/1 document")
 
 
@@ -126,12 +127,13 @@ def _start(
     known = [worker.rank for worker in document.workers]
     if absent := sorted(set(ranks or known) - set(known)):
         raise DocumentError("--ranks", f"{name!r} has the workers {known}, not {absent}")
+    world = args.world or len(known)
     options = {"transport": args.transport, "landing": args.landing}
     members = []
     for rank in ranks or known:
         members.append(Member(f"verify {name} {rank}", Node))
         opened.callback(_stop, members[-1])
-        members[-1].begin("start", document, rank, name, url, options)
+        members[-1].begin("start", document, rank, world, name, url, options)
     for member in members:
         member.answer()
     return name

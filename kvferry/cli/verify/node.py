@@ -42,10 +42,11 @@ class Node:
         self._threads: list[threading.Thread] = []
         self._at_end: tuple[Callable[[], object], ...] = ()
 
-    def start(self, document: Instance, rank: int, name: str, registry: str, options: dict[str, Any]) -> None:
-        """Register, and answer from now on. `document` is the whole instance; `options` are the endpoint's."""
-        synthetic = self.make(document, rank, endpoint_name(name), registry, options)
-        world = len(document.workers)
+    def start(
+        self, document: Instance, rank: int, world: int, name: str, registry: str, options: dict[str, Any]
+    ) -> None:
+        """Register, and answer from now on. `document` holds this rank at least; `options` are the endpoint's."""
+        synthetic = self.make(document, rank, world, endpoint_name(name), registry, options)
         at = access()
         me = Peer(control_name(name), time.time_ns(), rank)
         listener = Listener(me, at)
@@ -56,11 +57,13 @@ class Node:
         self._at_end = (rendezvous.close, listener.close, synthetic.close)
         thread.start()
 
-    def make(self, document: Instance, rank: int, name: str, registry: str, options: dict[str, Any]) -> Synthetic:
+    def make(
+        self, document: Instance, rank: int, world: int, name: str, registry: str, options: dict[str, Any]
+    ) -> Synthetic:
         worker = document.worker(rank)
         own = Instance(document.format, name, document.model, document.groups, (worker,))
         memory = SparseMemory(worker)
-        endpoint = Endpoint(own, rank, memory.host, world=len(document.workers), registry=registry, **options)
+        endpoint = Endpoint(own, rank, memory.host, world=world, registry=registry, **options)
         return Synthetic(own, rank, memory, endpoint, worker)
 
     def stop(self) -> None:
