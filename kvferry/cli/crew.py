@@ -39,6 +39,19 @@ class Member:
         except OSError as error:
             raise WorkerFailed(self.name, f"{command}: the process has ended ({error})") from None
 
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def answers(self) -> bool:
+        """Whether `answer` would return, or raise, at once."""
+        try:
+            return self._pipe.poll()
+        except OSError:  # it has ended
+            return True
+
     def answer(self) -> Any:
         """What the command returned. WorkerFailed with its reason."""
         try:

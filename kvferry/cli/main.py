@@ -21,6 +21,7 @@ COMMANDS = {
     "metrics": "print the numbers of this host's workers, or serve them to Prometheus",
     "plan": "show who sends what to whom between two instances, or the copies of one request",
     "registry": "serve the registry by which instances find each other",
+    "soak": "hurt real processes under random load, and compare every byte",
     "trace": "tell one request's story across all workers, or list what runs and what it waits for",
     "verify": "move patterns between two instances and check every byte, before traffic is let in",
 }

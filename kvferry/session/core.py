@@ -183,6 +183,11 @@ class Core:
         self._hellos[peer] = _Hello(self.now + HELLO_S, HELLO_S, until_s)
         self.send(peer, Hello(self.card))
 
+    def give_up(self, peer: Peer) -> None:
+        """Nobody waits for an answer to our hello any more."""
+        if self._hellos.pop(peer, None) is not None:
+            self._hang_up(peer)
+
     def on_hello(self, peer: Peer, body: Hello) -> bool:
         """Whether the peer is known now that was not before."""
         new = self._accept(peer, body.card)

@@ -148,6 +148,7 @@ class Machine:
             "transfers_sending": sum(1 for o in self.sources.running.values() if o.called),
             "offers_waiting": sum(1 for o in self.sources.running.values() if not o.called),
             "peers": len(self.core.known),
+            "peers_greeted": self.core.greeting,
             "transfers_done": 0,
             "transfers_failed": 0,
             "refused_messages": 0,

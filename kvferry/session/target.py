@@ -124,7 +124,11 @@ class Targets:
             del t.found[self._own]
             core.out.append(Lookup(core.me.instance, t.deadline_s))
             return
+        superseded = {*t.sources, *t.ranks}
         t.sources, t.ranks = peers_of(source), peers_of(own)
+        for peer in superseded - {*t.sources, *t.ranks}:
+            if not self.runs_with(peer):
+                core.give_up(peer)
         absent = []
         for peer, entry in zip(t.sources + t.ranks, (*source, *own)):
             if peer == core.me or core.knows(peer, entry.key):
@@ -281,6 +285,10 @@ class Targets:
 
     def _progress(self, t: Incoming) -> None:
         core = self._core
+        if (
+            core.now >= t.deadline_s
+        ):  # a process that was stopped hears of it late; the others have given up, as it will
+            return None
         if t.phase in ("matching", "moving", "landing") and all(flow.done for flow in t.flows.values()):
             if t.digest is not None:
                 t.phase = "verifying"

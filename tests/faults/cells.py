@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import TypeAlias
 
 FAULTS = {
@@ -55,6 +55,11 @@ class Cell:
         """Whether the targets' receive() comes only after the fault."""
         late = self.phase == "preparing" and self.victim == "registry"
         return late or (self.phase == "matching" and self.order == "ready-first")
+
+    @property
+    def leader_can_commit(self) -> bool:
+        """Whether the victim is a decode worker that has said already that everything has landed there."""
+        return self.victim == "decode" and self.victim_rank != 0 and self.phase == "committing"
 
     @property
     def timeout_s(self) -> float:
@@ -119,7 +124,7 @@ def allowed(cell: Cell) -> dict[str, set[str]]:
             prefill, decode = {"timeout", "done"}, {"timeout", "done"}  # all its grants were there before
     else:
         prefill, decode = {"timeout"}, {"timeout"}
-        if arrived and cell.fault == "cut":  # the rank that hears everything may be through
+        if cell.leader_can_commit or (arrived and cell.fault == "cut"):  # the rank that hears everything may be through
             decode = {"timeout", "done"}
     return {"prefill": prefill, "decode": decode}
 
@@ -133,8 +138,4 @@ def _dead(cell: Cell, arrived: bool) -> tuple[set[str], set[str]]:
     if cell.unmatched:
         ends = {"done"} if cell.fault == "restart" else {"timeout", "lost"}
         return ends, ends
-    return {"lost"}, {"lost"}
-
-
-def columns() -> tuple[str, ...]:
-    return tuple(field.name for field in fields(Cell))
+    return {"lost"}, {"lost", "done"} if cell.leader_can_commit else {"lost"}

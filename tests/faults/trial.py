@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from tests.faults.cells import Cell, allowed
 from tests.faults.stage import Play, Seat, Stage, until
+from tests.session.crew import RemoteError
 
 SLACK_S = 1.5
 """An end that a deadline brings may be seen this much later: two cores run four processes."""
@@ -44,7 +45,10 @@ class Row:
 
 def play(stage: Stage, cell: Cell) -> Row:
     row = Row(cell)
-    Trial(stage, cell, row).run()
+    try:
+        Trial(stage, cell, row).run()
+    except (AssertionError, RemoteError, TimeoutError) as error:
+        row.problems.append(f"it could not be played to the end: {error}")
     return row
 
 

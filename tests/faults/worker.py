@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -65,12 +64,11 @@ class FaultWorker(Worker):
 
     def end(self, transfer: str) -> tuple[str, str, float]:
         """How it ended, what its error says, and how long after the call."""
-        found = self.transfers[transfer]
         try:
-            self._endpoint.wait(found)
+            report = self._endpoint.wait(self.transfers[transfer])
         except TransferError as error:
-            return ENDS[type(error)], str(error), time.monotonic() - found.started_s
-        return "done", "", time.monotonic() - found.started_s
+            return ENDS[type(error)], str(error), error.where.elapsed_s
+        return "done", "", report.seconds
 
     def pages_held(self) -> int:
         """Transfers that keep pages: running ones, and failed ones that somebody may still write to."""

@@ -364,7 +364,10 @@ def test_f64_a_worker_started_again_is_found_by_a_receive_that_was_told_of_the_e
     for _ in range(20):
         sim.step()
     assert not sim.machines[target].targets.running["a"].planning
+    assert list(sim.machines[target].core._hellos) == [Peer("p", 0, 0)]
     sim.entries["p"] = fresh
+    sim.pass_time(0.6)
+    assert list(sim.machines[target].core._hellos) == [source], "nobody waits for the dead one any more"
     sim.settle()
     assert all(ended.error is None for ended in ends(sim).values())
     assert len(sim.ended) == 2
@@ -381,3 +384,21 @@ def test_a_superseded_worker_is_told_so_at_once() -> None:
     assert isinstance(ended.error, TransferRefused)
     assert "superseded by a later start, d/2/0" in str(ended.error)
     assert at_s == 0.0
+
+
+def test_a_leader_that_was_stopped_does_not_commit_after_the_deadline() -> None:
+    """It finds the last Landed and its deadline at the same time; the other rank has ended by then."""
+    sim = make(1, 2)
+    leader, follower = sim.peers("d")
+    for peer, call in sim.start("a", "p", "d"):
+        sim.event(peer, call)
+    running = sim.machines[leader].targets.running
+    while not sim.wire.get((follower, leader)) or sim.machines[follower].targets.running["a"].phase != "committing":
+        assert sim.step()
+    stopped = sim.machines.pop(leader)
+    sim.pass_time(11)
+    sim.machines[leader] = stopped
+    sim.settle()
+    assert isinstance(ends(sim)[leader, "a"].error, TransferTimeout)
+    assert isinstance(ends(sim)[follower, "a"].error, TransferTimeout)
+    assert not running
