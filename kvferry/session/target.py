@@ -285,9 +285,8 @@ class Targets:
 
     def _progress(self, t: Incoming) -> None:
         core = self._core
-        if (
-            core.now >= t.deadline_s
-        ):  # a process that was stopped hears of it late; the others have given up, as it will
+        # a process that was stopped may hear of it only now; the others have given up, as it is about to
+        if core.now >= t.deadline_s:
             return None
         if t.phase in ("matching", "moving", "landing") and all(flow.done for flow in t.flows.values()):
             if t.digest is not None:
