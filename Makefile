@@ -8,7 +8,7 @@ NIXL_READY := $(VENV)/.nixl-ready
 DOCS_READY := $(DOCS_VENV)/.ready
 PIP_INSTALL := -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test test-transports test-vllm test-sglang test-engines test-engines-long test-engines-nixl test-demo test-faults test-fuzz test-long lint docs clean
+.PHONY: demo test test-transports test-vllm test-sglang test-engines test-engines-long test-engines-nixl test-demo test-faults test-fuzz test-long test-docs test-package lint docs clean
 
 demo: $(READY)
 	$(BIN)/kvferry demo
@@ -60,14 +60,24 @@ test-fuzz: $(READY)
 # everything else that is marked slow
 test-long: $(READY)
 	FUZZ_INPUTS=1000000 $(MAKE) test-fuzz
-	$(BIN)/python -m pytest -m "slow and not vllm and not sglang" --ignore tests/transport
+	$(BIN)/python -m pytest -m "slow and not vllm and not sglang and not docs and not package" --ignore tests/transport
+
+# what the pages show and takes longer, and the pages themselves in a browser (left out, with the reason, where there is none)
+test-docs: docs $(READY)
+	$(BIN)/python -m pytest -rs -m docs tests/docs
+	-sh scripts/setup_browser.sh
+	$(DOCS_VENV)/bin/python -m pytest -rs -m browser tests/docs/test_browser.py
+
+# wheel and sdist, in empty environments on each Python of 3.10 to 3.13 that is here
+test-package: $(READY)
+	$(BIN)/python -m pytest -rs -m package tests/package
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 docs: $(DOCS_READY)
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) $(DOCS_VENV) .venv-vllm .venv-sglang .mypy_cache .pytest_cache .ruff_cache .hypothesis site dist

@@ -19,11 +19,21 @@ def test_import_loads_nothing_heavy() -> None:
     assert out.strip() == "[]"
 
 
-def test_import_adds_less_than_a_fifth_of_a_second() -> None:
-    script = "import time; a = time.perf_counter(); import kvferry; print(time.perf_counter() - a)"
+def test_all_of_it_adds_less_than_a_fifth_of_a_second_to_its_dependencies() -> None:
+    """`import kvferry` alone loads nothing, so every public name is asked for.
+
+    Processor time of the thread, the least of some fresh processes, since others may keep the machine busy.
+    """
+    script = (
+        "import time, msgspec, numpy, zmq\n"
+        "start_s = time.thread_time()\n"
+        "import kvferry\n"
+        "for name in kvferry.__all__: getattr(kvferry, name)\n"
+        "print(time.thread_time() - start_s)"
+    )
     runs = [
         subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=30)
-        for _ in range(3)
+        for _ in range(7)
     ]
     assert min(float(run.stdout) for run in runs) < 0.2
 
