@@ -80,7 +80,7 @@ docs: $(DOCS_READY)
 	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) .venv-vllm .venv-sglang .mypy_cache .pytest_cache .ruff_cache .hypothesis site dist
+	rm -rf $(VENV) $(DOCS_VENV) .venv-vllm .venv-sglang .mypy_cache .pytest_cache .ruff_cache .hypothesis site site-screenshots dist
 	find kvferry tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt

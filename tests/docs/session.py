@@ -111,7 +111,7 @@ def in_checkout(folder: Path) -> Session:
         if not entry.name.startswith(".") and entry.name not in ("site", "dist"):
             (here / entry.name).symlink_to(entry)
     words = {"python": [sys.executable], "kvferry": [sys.executable, "-m", "kvferry.cli.main"]}
-    quiet = {"PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1", "KVFERRY_COSTS": os.devnull}
+    quiet = {"PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1", "KVFERRY_COSTS": str(folder / "none.json")}
     return Session(folder, here, commands(folder / "bin", words), quiet)
 
 
