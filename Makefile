@@ -60,7 +60,7 @@ test-fuzz: $(READY)
 # everything else that is marked slow
 test-long: $(READY)
 	FUZZ_INPUTS=1000000 $(MAKE) test-fuzz
-	$(BIN)/python -m pytest -m "slow and not vllm and not sglang and not docs and not package" --ignore tests/transport
+	$(BIN)/python -m pytest -m "slow and not vllm and not sglang and not docs and not browser and not package" --ignore tests/transport
 
 # what the pages show and takes longer, and the pages themselves in a browser (left out, with the reason, where there is none)
 test-docs: docs $(READY)

@@ -1,11 +1,12 @@
-"""Which pairs of tensor-parallel sizes an engine's own connector serves, asked of its own code; the same pairs planned here.
+"""Which pairs of tensor-parallel sizes an engine's own connector serves, asked of its own code; and planned here.
 
     .venv-vllm/bin/python scripts/stock_sizes.py vllm
     .venv-sglang/bin/python scripts/stock_sizes.py sglang
 
 Only sizes with which an engine can start: they divide the KV heads, or the heads divide them. No server is started and
 nothing is moved: the connector's functions are asked which source ranks each target rank turns to and, in SGLang, which
-heads it gets from them. «wrong» are pairs in which a target rank gets other heads than it owns, not all of them, or turns to a source rank that does not exist.
+heads it gets from them. «wrong» are pairs in which a target rank gets other heads than it owns, not all of them, or
+turns to a source rank that does not exist.
 """
 
 from __future__ import annotations
