@@ -75,6 +75,7 @@ class Stock(Worker):
 
     def start(self, folder: str, port: int) -> None:
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+        os.environ["VLLM_DIST_IDENT"] = str(port)  # the name that an instance's workers on a CPU share
         from vllm.config import KVTransferConfig, set_current_vllm_config
         from vllm.distributed import init_distributed_environment, initialize_model_parallel
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
