@@ -24,7 +24,7 @@ test-transports: $(NIXL_READY)
 # real servers, each engine in an environment of its own that is made (or reused) here: 3.7 GB and 1.7 GB
 test-vllm:
 	sh scripts/setup_vllm.sh .venv-vllm
-	.venv-vllm/bin/python -m pytest -rs -m vllm tests/engines/vllm
+	.venv-vllm/bin/python -m pytest -rs -m "vllm and not long" tests/engines/vllm
 
 test-sglang:
 	sh scripts/setup_sglang.sh .venv-sglang
@@ -32,8 +32,10 @@ test-sglang:
 
 test-engines: test-vllm test-sglang
 
-# the pairs and faults of the engines that the two above leave out
+# the pairs and faults of the engines that the two above leave out, and figures beside vLLM's own connector
 test-engines-long:
+	sh scripts/setup_vllm.sh .venv-vllm
+	.venv-vllm/bin/python -m pytest -rs -m "vllm and long" tests/engines/vllm
 	sh scripts/setup_sglang.sh .venv-sglang
 	.venv-sglang/bin/python -m pytest -rs -m "sglang and long" tests/engines/sglang
 

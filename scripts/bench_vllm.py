@@ -32,7 +32,7 @@ ENVIRONMENT = {
     "UCX_TLS": "tcp,sm,self",
     "UCX_NET_DEVICES": "lo",
 }
-WAYS = ("stock", "ours", "ours over nixl")
+WAYS = ("stock", "ours", "ours into pages", "ours over nixl")
 ANSWER_S = 180.0
 
 
@@ -162,7 +162,7 @@ class Stock(Worker):
 
 
 class Ours(Worker):
-    transport = "auto"
+    transport, landing = "auto", "slots"
 
     def start(self, folder: str, port: int) -> None:
         from kvferry.engines.vllm.layers import CachedLayer
@@ -177,7 +177,7 @@ class Ours(Worker):
 
         # prefill and the first decode worker each keep their instance's registry
         self.server = RegistryServer(port=port) if self.rank == 0 else None
-        options = Options(transport=self.transport)
+        options = Options(transport=self.transport, landing=self.landing)
         layers = [
             CachedLayer(name, layer, 0, "full", "FLASH_ATTN", self.heads, DIM, DIM, BLOCK_TOKENS)
             for layer, name in enumerate(self.names)
@@ -222,11 +222,20 @@ class Ours(Worker):
             self.server.close()
 
 
+class OursIntoPages(Ours):
+    landing = "pages"
+
+
 class OursOverNixl(Ours):
     transport = "nixl"
 
 
-KINDS: dict[str, type[Worker]] = {"stock": Stock, "ours": Ours, "ours over nixl": OursOverNixl}
+KINDS: dict[str, type[Worker]] = {
+    "stock": Stock,
+    "ours": Ours,
+    "ours into pages": OursIntoPages,
+    "ours over nixl": OursOverNixl,
+}
 
 
 def serve(pipe: Connection, kind: str, arguments: tuple[Any, ...]) -> None:

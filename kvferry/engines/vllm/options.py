@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -32,6 +32,8 @@ class Options(Struct, frozen=True):
     """How long prefill lets decode wait for an id that it doesn't know: it knows an id before it answers the router,
     but its workers hear of it with their next step only.
     """
+    landing: Literal["slots", "pages"] = "slots"
+    """Decode: "pages" lets prefill, which has to be trusted then, write straight into the blocks."""
     offer_first: bool = False
     """Prefill: decode may ask before prefill has computed the prompt, and then waits as long as it is told to there."""
 

@@ -57,6 +57,7 @@ def open_endpoint(
             transport=options.transport,
             slots=options.slots,
             slot_bytes=options.slot_bytes,
+            landing=options.landing,
             early_s=options.lease_s if options.offer_first else options.unknown_s,
         )
     except DocumentError as error:
@@ -75,6 +76,7 @@ class WorkerSide:
         self._sends: dict[Transfer, SendOrder] = {}
         self._loads: dict[Transfer, LoadOrder] = {}
         self._given_up: set[Transfer] = set()
+        self._held: list[Transfer] = []  # ended, and a peer may still write into their blocks
         self._ended = Ended()
         self._moved = Moved()
 
@@ -110,7 +112,11 @@ class WorkerSide:
             if load.request in gone and load.start < load.stop and transfer not in self._given_up:
                 self._given_up.add(transfer)
                 self._endpoint.abort(transfer, "the client of the request left")
-        for transfer in self._endpoint.poll():
+        over = [*self._held, *self._endpoint.poll()]
+        self._held = [transfer for transfer in over if not transfer.pages_free]
+        for transfer in over:
+            if not transfer.pages_free:
+                continue
             if transfer in self._sends:
                 self._sent(transfer, self._sends.pop(transfer))
             elif transfer in self._loads:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.engines.vllm.servers import ENVIRONMENT, ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def test_stock_and_ours_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,7 +31,9 @@ def test_stock_and_ours_side_by_side(capsys: pytest.CaptureFixture[str]) -> None
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads(done.stdout[done.stdout.index("[\n") :])
     measured = {(row["way"], row["decode_workers"]): row for row in rows}
-    assert measured.keys() == {(way, tp) for way in ("stock", "ours", "ours over nixl") for tp in (1, 2)}
+    assert measured.keys() == {
+        (way, tp) for way in ("stock", "ours", "ours into pages", "ours over nixl") for tp in (1, 2)
+    }
     with capsys.disabled():
         for (way, tp), row in measured.items():
             stock = measured["stock", tp]

@@ -14,7 +14,7 @@ import pytest
 
 from tests.engines.vllm.servers import Server, connector, disaggregated, free_port, nothing_left, received, tokens_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 
 RUNS, REQUESTS, TOKENS = 3, 16, 8
 Pair = tuple[Server, Server]

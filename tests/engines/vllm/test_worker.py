@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -173,6 +174,21 @@ def test_an_unknown_request_fails_in_time_and_no_other(pair: tuple[Rank, Rank]) 
             assert until(decode, lambda e: "y" in e.received) == Ended(received={"y"}, failed={"y"})
         finally:
             decode.side.close()
+
+
+def test_blocks_that_prefill_may_still_write_are_not_reported(pair: tuple[Rank, Rank]) -> None:
+    """With landing="pages" a failed transfer holds its pages until the endpoint says that they are free."""
+    prefill, decode = pair
+    decode.side.submit(Orders(loads=(load(prefill),)))
+    (transfer,) = decode.side._loads
+    held = threading.Event()
+    held.set = lambda: None  # type: ignore[method-assign]  # in doubt, whatever the endpoint says at its end
+    transfer._pages_free = held
+    assert until(decode, lambda e: bool(decode.side._held)) == Ended()
+    assert decode.side.busy and decode.side.collect(set()) == Ended()
+    transfer._pages_free = threading.Event()
+    transfer._pages_free.set()
+    assert until(decode, lambda e: bool(e.received)) == Ended(received={"d"}, failed={"d"})
 
 
 def test_decode_may_ask_first_where_prefill_lets_it(pair: tuple[Rank, Rank]) -> None:
