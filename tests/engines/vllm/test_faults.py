@@ -194,7 +194,7 @@ def test_f18_f37_a_peer_with_another_model_is_named_with_field_and_both_values(
     servers: Servers, model: str, changed: dict[str, Any], message: str
 ) -> None:
     prompt = prompt_of(50, 500 + len(message))
-    with own_peer("strange", changed.pop("model", model), **changed) as peer:
+    with own_peer(f"strange-{time.time_ns()}", **{"model": model, **changed}) as peer:
         offers = [peer.offer(f"r{number}", 50) for number in range(2)]
         handles = iter([peer.params(f"r{number}", 50) for number in range(2)])
         both_policies(servers, prompt, lambda: next(handles), len(message))
@@ -209,7 +209,7 @@ def test_a_peer_of_another_page_size_and_layout_is_as_good_as_any(servers: Serve
     """Pages of 16 tokens in `[token][head][dim]`: what vLLM's block of `[head][dim][token]` becomes and comes from."""
     prompt = prompt_of(130, 600)
     expected = servers.plain(prompt)
-    with own_peer("neighbour", model) as peer:
+    with own_peer(f"neighbour-{time.time_ns()}", model) as peer:
         peer.endpoint.wait(peer.take(prefill(servers.prefill, prompt), 129), 20.0)
         assert peer.memory.any()
         offer = peer.offer("r", 129)
@@ -324,7 +324,7 @@ def together(act: Callable[[int], None], count: int) -> None:
 def test_f56_a_client_that_leaves_while_its_peer_is_silent(servers: Servers, model: str, leaves_after_s: float) -> None:
     """The peer is registered and never sends: decode's blocks are back long before the time limit of the request."""
     prompt = prompt_of(150, 1000 + int(leaves_after_s * 100))
-    with own_peer("silent", model) as peer:
+    with own_peer(f"silent-{time.time_ns()}", model) as peer:
         try:
             servers.fail.complete(
                 prompt, kv_transfer_params=peer.params("never", 150), timeout_s=max(leaves_after_s, 0.01)
