@@ -214,12 +214,12 @@ class Rig:
         wait_for(lambda: {side.poll() for side in both} <= {KVPoll.Success, KVPoll.Failed}, 60.0)
         return {int(side.poll()) for side in both}, senders, receivers
 
-    def receive(self, request: Request, decode: list[Rank], **options: Any) -> list[Any]:
+    def receive(self, request: Request, decode: list[Rank], dp_rank: int = 0, **options: Any) -> list[Any]:
         receivers = []
         for rank in decode:
             receiver = self.run(rank, KVFerryReceiver, rank.manager, self.address, request.room)
             assert self.run(rank, rank.manager.try_ensure_parallel_info, self.address)
-            self.run(rank, receiver.init, 0)
+            self.run(rank, receiver.init, dp_rank)
             receiver.prompt = Prompt(request.tokens, request.window)
             pages = np.array(request.target_pages[request.prefix // rank.page :], np.int32)
             states = self.state_indices(rank, request.target_states)
@@ -312,19 +312,22 @@ def start_side(
     port: int,
     shape: Shape = LLAMA,
     stages: tuple[int, ...] = (),
+    dp: int = 1,
 ) -> None:
-    """Every rank of one instance. An error leaves none running."""
+    """Every rank of one server. An error leaves none running. `dp`: of so many instances by data-parallel attention,
+    each of `tp` ranks.
+    """
     load_plugins()
     board: dict[str, Any] = {}
     counts = stages or (shape.layers,)
-    lines: list[dict[str, Any]] = [{} for _ in range(tp)]
-    server_args = _server_args(model, mode, tp, page, port, len(counts))
+    lines: list[dict[str, Any]] = [{} for _ in range(tp * dp)]
+    server_args = _server_args(model, mode, tp, page, port, len(counts), dp)
     for stage, count in enumerate(counts):
         layers = range(sum(counts[:stage]), sum(counts[:stage]) + count)
-        for tp_rank in range(tp):
-            ranks_of = World(stage * tp + tp_rank, tp * len(counts), board), World(stage, len(counts), lines[tp_rank])
-            context = _context(server_args, *ranks_of)
-            rank = Rank(context, tp_rank, tp, page, shape, stage, len(counts), layers)
+        for at in range(tp * dp):
+            world = World(stage * tp * dp + at, tp * dp * len(counts), board)
+            context = _context(server_args, world, World(stage, len(counts), lines[at]))
+            rank = Rank(context, at % tp, tp, page, shape, stage, len(counts), layers)
             rank.start(mode, server_args)
             ranks.append(rank)
 
@@ -349,12 +352,14 @@ def write_config(model: Path, folder: Path, **changes: Any) -> Path:
 
 
 @functools.lru_cache(maxsize=64)
-def _server_args(model: Path, mode: DisaggregationMode, tp: int, page: int, port: int, pp: int) -> Any:
+def _server_args(model: Path, mode: DisaggregationMode, tp: int, page: int, port: int, pp: int, dp: int) -> Any:
     return ServerArgs(
         model_path=str(model),
         device="cpu",
-        tp_size=tp,
+        tp_size=tp * dp,
         pp_size=pp,
+        dp_size=dp,
+        enable_dp_attention=dp > 1,
         page_size=page,
         dtype="float32",
         attention_backend="torch_native",

@@ -38,6 +38,7 @@ from tests.engines.sglang.rig import (  # noqa: E402
     Request,
     Rig,
     open_rig,
+    open_server,
     start_side,
     wait_for,
     write_config,
@@ -331,6 +332,35 @@ def test_pages_on_the_host(model: Path, free_port: int) -> None:
         target.abort()
         assert "Aborted" in reason(target)
         assert target.is_abort_release_safe()  # before anybody else gets these pages
+
+
+def test_data_parallel_attention(model: Path, free_port: int) -> None:
+    """Each data-parallel rank of prefill is an instance of its own; decode takes a request from the one that has it."""
+    with open_server(free_port):
+        rig = Rig(f"127.0.0.1:{free_port}", [], [])
+        try:
+            start_side(rig.prefill, model, DisaggregationMode.PREFILL, 1, 16, free_port, dp=2)
+            start_side(rig.decode, model, DisaggregationMode.DECODE, 2, 16, free_port)
+            everybody = rig.prefill
+            assert len({rank.manager.home.instance for rank in everybody}) == 2
+            for dp_rank in (0, 1):
+                for rank in everybody:
+                    rank.fill(PAGES, range(48), 2)
+                rig.prefill = [everybody[dp_rank]]
+                room = 10 + dp_rank  # SGLang's rule: the room says which
+                receivers = rig.receive(Request(room, 48, PAGES, PAGES), rig.decode, dp_rank)
+                senders = rig.send(Request(room, 48, PAGES, PAGES))
+                for side in (*receivers, *senders):
+                    ends(side, KVPoll.Success)
+                for rank in rig.decode:
+                    found = rank.arena.bytes.copy()
+                    rank.arena.bytes[:] = UNTOUCHED
+                    rank.fill(PAGES, range(48), 5)
+                    touched = rank.arena.bytes != UNTOUCHED
+                    assert (found == rank.arena.bytes)[touched].all()
+            rig.prefill = everybody
+        finally:
+            rig.close()
 
 
 def test_no_prefill_server(rig: Rig) -> None:
