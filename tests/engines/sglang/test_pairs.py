@@ -1,8 +1,6 @@
 """Every pair of tensor-parallel sizes through the plugin's own classes, each byte and guard of each pool compared.
 
-Prints a table beside what is reported of SGLang 0.5.23's own NIXL backend, which is not run here: of the 80 pairs of
-unequal powers of two 70 right and 10 wrong, of which those that are known by name are marked; sizes that don't divide
-were never checked.
+Prints a table beside what SGLang's own NIXL backend would send for the same sizes, found by its own functions (`stock`).
 """
 
 from __future__ import annotations
@@ -34,21 +32,13 @@ from tests.engines.sglang.rig import (  # noqa: E402
 )
 from tests.engines.sglang.servers import free_ports  # noqa: E402
 from tests.engines.sglang.shapes import SLOTS, Shape  # noqa: E402
+from tests.engines.sglang.stock import verdict  # noqa: E402
 
 LONG = pytest.mark.long
 HEADS = (pytest.param(1, marks=LONG), 2, 4, pytest.param(8, marks=LONG))
 SIZES = (1, 2, 4, 8, 16)
 ODD = ((12, 3, 2), (12, 4, 3), (12, 6, 4), (12, 2, 3), (4, 8, 16), (2, 4, 8), (2, 4, 16))
 """(heads, prefill, decode): sizes that don't divide (F16), and fewer heads than prefill ranks (F13)."""
-STOCK_WRONG = {
-    (2, 4, 1): "F10",
-    (2, 1, 4): "F12",
-    (2, 4, 2): "F13",
-    (2, 2, 4): "F13",
-    (4, 8, 16): "F13",
-    (4, 8, 1): "F14",
-}
-"""(heads, prefill, decode) reported as wrong with SGLang's own backend, and the kind of fault."""
 
 
 @pytest.fixture(autouse=True)
@@ -114,11 +104,6 @@ def ports() -> Iterator[int]:
     return iter(free_ports(24))
 
 
-def stock(heads: int, prefill: int, decode: int) -> str:
-    fault = STOCK_WRONG.get((heads, prefill, decode))
-    return f"wrong, {fault}" if fault else ""
-
-
 @pytest.mark.parametrize("heads", HEADS)
 def test_power_of_two_pairs(model: Path, tmp_path: Path, ports: Iterator[int], heads: int) -> None:
     """F10–F15: all of TP 1 … 16 on both sides. Each prefill instance serves all five decode instances (F17)."""
@@ -148,12 +133,13 @@ def test_power_of_two_pairs(model: Path, tmp_path: Path, ports: Iterator[int], h
 
 
 def show(title: str, heads: int, found: dict[tuple[int, int], int]) -> None:
-    print(f"\n{title}: wrong bytes with kvferry (and what is reported of the stock backend)")
+    print(f"\n{title}: wrong bytes with kvferry | SGLang's own backend")
     targets = sorted({decode for _, decode in found})
-    print("  prefill  " + "".join(f"decode {tp:<12}" for tp in targets))
+    print("  prefill  " + "".join(f"decode {tp:<9}" for tp in targets))
     for prefill in sorted({prefill for prefill, _ in found}):
-        cells = [(found.get((prefill, decode), ""), stock(heads, prefill, decode)) for decode in targets]
-        print(f"  {prefill:<9}" + "".join(f"{wrong:<4}{reported:<15}" for wrong, reported in cells))
+        theirs = ["right" if prefill == tp else verdict(heads, prefill, tp) for tp in targets]
+        cells = zip((found[prefill, tp] for tp in targets), theirs)
+        print(f"  {prefill:<9}" + "".join(f"{wrong:>4} | {other:<9}" for wrong, other in cells))
 
 
 @pytest.mark.parametrize(("heads", "prefill", "decode"), ODD)
