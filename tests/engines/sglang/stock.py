@@ -1,5 +1,5 @@
-"""What SGLang's own NIXL backend would send between two tensor-parallel sizes: its own functions, with an agent that only
-writes down the descriptors, which are then followed in NumPy.
+"""What SGLang's own NIXL backend would send between two tensor-parallel sizes: its own functions, with an agent that
+only writes down the descriptors, which are then followed in NumPy.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every pair of tensor-parallel sizes through the plugin's own classes, each byte and guard of each pool compared.
 
-Prints a table beside what SGLang's own NIXL backend would send for the same sizes, found by its own functions (`stock`).
+Prints a table beside what SGLang's own NIXL backend would send, found by its own functions (`stock`).
 """
 
 from __future__ import annotations
