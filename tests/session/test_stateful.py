@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from kvferry.session.events import Write
 from tests.session.node import Node, Request, Setup, Violation
 from tests.session.planted import PLANTS, Plant
 from tests.session.world import Faults, World
@@ -184,7 +185,7 @@ def test_many_histories() -> None:
 def accident(world: World, rng: random.Random) -> None:
     """One of those that faults in the machine need to show."""
     running = [(node, name) for node, role, name in world.running() if role == "target"]
-    kind = rng.randrange(5)
+    kind = rng.randrange(6)
     if kind == 0 and running:
         for node in world.living():
             node.stalled = node.peer.instance == "p"
@@ -200,6 +201,11 @@ def accident(world: World, rng: random.Random) -> None:
             world.replay(rng.randrange(500))
     elif kind == 3:
         world.faults = Faults(corrupt=0.2 if world.setup.digests else 0.0, duplicate=0.2)
+    elif kind == 4:  # in the middle of writing, if it can be
+        writers = [job.node for job in world.jobs if isinstance(job.action, Write)]
+        node = rng.choice(writers or world.living())
+        world.kill(node, witnessed=True)
+        world.boot(node.peer.instance, node.peer.rank)
 
 
 def go(world: World, steps: int) -> None:
@@ -212,7 +218,7 @@ def short_history(seed: int) -> None:
     """A few requests with an accident between two; as `Histories`, but most of it matters."""
     rng = random.Random(seed)
     sources = rng.choice([(1,), (2, 1)])
-    setup = Setup(sources, rng.choice([1, 2]), rng.randint(1, 3), rng.random() < 0.4, rng.random() < 0.2)
+    setup = Setup(sources, rng.choice([1, 2]), rng.randint(1, 3), rng.random() < 0.4, rng.random() < 0.4)
     world = World(setup, seed)
     for number in range(1, 5):
         source = rng.choice("pq"[: len(sources)])
