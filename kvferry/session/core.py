@@ -133,6 +133,7 @@ class Core:
         self.out: list[Action] = []
         self.known: dict[Peer, Card] = {}
         self.problems: dict[Peer, str] = {}  # why a handshake failed
+        self.superseded: set[Peer] = set()  # earlier starts that we still need an answer of
         self.counters: Counter[str] = Counter()
         self._hellos: dict[Peer, _Hello] = {}
         self._opened: set[Peer] = set()
@@ -206,7 +207,8 @@ class Core:
             if self.known[peer] != card:
                 self.refuse("a peer changed its layout without a new generation")
             return False
-        problem = _card_problem(peer, card) or self._open(peer, card.address, card.key)
+        problem = _card_problem(peer, card) or self._superseded_by(peer, card)
+        problem = problem or self._open(peer, card.address, card.key)
         if problem:
             if self._hellos.pop(peer, None) is not None:  # strangers leave nothing behind here
                 self.problems[peer] = problem
@@ -220,6 +222,15 @@ class Core:
         if card.process is not None:
             self.out.append(Watch(peer, card.process))
         return True
+
+    def earlier_starts(self, peer: Peer) -> list[Peer]:
+        """Of the same worker, with the same key: whoever holds another one is another worker by the same name."""
+        key = self.known[peer].key
+        return [p for p, card in self.known.items() if _is_earlier(p, peer) and card.key == key]
+
+    def _superseded_by(self, peer: Peer, card: Card) -> str:
+        later = next((p for p, known in self.known.items() if _is_earlier(peer, p) and known.key == card.key), None)
+        return f"a later start of this worker is known, {later}" if later else ""
 
     def barred(self, peer: Peer, problem: str) -> None:
         """The peer's socket has refused our line for good."""
@@ -250,6 +261,7 @@ class Core:
         """
         self.known.pop(peer, None)
         self._hellos.pop(peer, None)
+        self.superseded.discard(peer)
         self.ledger.clear_dead(peer)
         self.delivery.close(peer)
         self._hang_up(peer)
@@ -301,6 +313,10 @@ class Core:
 
     def next_s(self) -> float:
         return min(self.delivery.next_s(), *(hello.next_s for hello in self._hellos.values()), math.inf)
+
+
+def _is_earlier(one: Peer, other: Peer) -> bool:
+    return (one.instance, one.rank) == (other.instance, other.rank) and one.generation < other.generation
 
 
 def _card_problem(peer: Peer, card: Card) -> str:

@@ -121,6 +121,8 @@ class Machine:
         self.targets.tick()
         self.sources.tick()
         self.core.tick()
+        for peer in self.core.superseded - self.core.ledger.doubts:
+            self.core.forget(peer)
         self.targets.pump()
         self.core.delivery.tick(self._runs_with)
         actions, self.core.out = self.core.out, []
@@ -163,6 +165,8 @@ class Machine:
             return core.refuse("message for another worker or an earlier start")
         if isinstance(body, (Hello, Welcome)):
             new = core.on_hello(peer, body) if isinstance(body, Hello) else core.on_welcome(peer, body)
+            for earlier in core.earlier_starts(peer) if new else ():
+                self._supersede(earlier, peer)
             if new or peer in core.problems:
                 self.targets.handshaken(peer)
             return
@@ -172,6 +176,8 @@ class Machine:
             return None
         if isinstance(body, Beat):
             return core.delivery.on_beat(peer, body)
+        if peer in core.superseded and not isinstance(body, (AbortAck, Goodbye)):
+            return core.refuse("message from an earlier start of a known worker")
         if isinstance(body, Goodbye):
             return self._lost(peer, "the peer has closed its endpoint")
         if body.attempt != ATTEMPT:
@@ -207,6 +213,13 @@ class Machine:
 
     def _runs_with(self, peer: Peer) -> bool:
         return self.targets.runs_with(peer) or self.sources.runs_with(peer) or peer in self.core.ledger.doubts
+
+    def _supersede(self, earlier: Peer, later: Peer) -> None:
+        """Only its own answer, or its witnessed death, says that it writes into our slots no more."""
+        how = f"it has been started again, as {later}"
+        self.core.superseded.add(earlier)
+        self.targets.died(earlier, how)
+        self.sources.died(earlier, how)
 
     def _lost(self, peer: Peer, how: str) -> None:
         self.core.forget(peer)

@@ -15,6 +15,7 @@ from kvferry.session.events import (
     Ended,
     Found,
     Lookup,
+    Note,
     NotFound,
     Prepare,
     Prepared,
@@ -174,9 +175,18 @@ class Targets:
                     t.call.transfer, ATTEMPT, t.call.groups, shipment.pieces, shipment.takers, left_s, t.digest
                 )
                 self._core.send(peer, offer)
+                self._note_silence(t, peer)
         early = self._early.pop(t.call.transfer, None)
         t.landed |= {peer for peer in early[0] if peer in t.ranks} if early else set()
         self._progress(t)
+
+    def _note_silence(self, t: Incoming, peer: Peer) -> None:
+        """Early: its deadline may be far away."""
+        quiet_s = self._core.delivery.silent_s(peer)
+        if quiet_s:
+            self._core.out.append(
+                Note(f"transfer {t.call.transfer!r} needs {peer}: no word from it for {quiet_s:.1f} s")
+            )
 
     def prepare_failed(self, event: PrepareFailed) -> None:
         t = self.running.get(event.transfer)
