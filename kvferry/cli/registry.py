@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -18,11 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until interrupted."""
+    """Serve until interrupted, or ended in good order by SIGTERM."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
     keys = read_keys(args.keys) if args.keys else None
     with closing(RegistryServer(host=args.host, port=args.port, keys=keys)) as server:
         print(f"registry at {server.url}", flush=True)
-        threading.Event().wait()
+        stop.wait()
     return 0
 
 

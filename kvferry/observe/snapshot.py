@@ -15,6 +15,7 @@ from kvferry.observe.numbers import refusals
 from kvferry.observe.observer import Observer
 from kvferry.observe.records import Head, Log, Sample, State, short
 from kvferry.observe.waits import states
+from kvferry.session.clock import now_s
 from kvferry.session.machine import Machine
 from kvferry.session.messages import Peer
 
@@ -36,7 +37,7 @@ class Snapshots:
     def take(self, records: bool = True, file: str = "", transfer: str = "") -> Log:
         """`transfer`: only records of this one, and those of no transfer at all."""
         with self._lock:
-            now = time.monotonic()
+            now = now_s()
             running = states(self._machine, self._observer, now)
             samples = self._samples(running, now)
             entries = self._observer.log.entries() if records else []

@@ -9,7 +9,7 @@ from kvferry.errors import DocumentError, KeysError
 from kvferry.layout.document import Instance
 from kvferry.layout.validate import check_instance
 from kvferry.session.keys import HOST_VARIABLE, HOW, Access
-from kvferry.session.registry import Registry
+from kvferry.session.meeting import Meeting, meeting
 from kvferry.session.writing import Gathers
 from kvferry.transport.costs import known_costs
 from kvferry.transport.hosts import is_loopback, machine_address
@@ -37,15 +37,15 @@ def check_landing(slots: int, slot_bytes: int, gather: str, landing: str) -> Non
     _one_of("landing", landing, LANDING)
 
 
-def registry_at(url: str, at: Access) -> Registry:
+def registry_at(url: str, at: Access) -> Meeting:
     """KeysError where strangers could be in its place."""
-    registry = Registry(url, keys=at.keys)  # RegistryError where it is no URL
+    registry = meeting(url, at.keys)  # RegistryError where it is no URL
     if at.keys is None and not is_loopback(registry.host):
         raise KeysError(f"registry {url}: only one on loopback can be used without keys; {HOW}")
     return registry
 
 
-def own_registry(url: str, at: Access) -> Registry:
+def own_registry(url: str, at: Access) -> Meeting:
     """DocumentError where those that find us there could not reach us."""
     registry = registry_at(url, at)
     if is_loopback(at.host) and machine_address(registry.host) and not is_loopback(registry.host):

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import zmq
+from msgspec.structs import replace
 
 from kvferry.errors import (
     DocumentError,
@@ -35,6 +36,7 @@ from kvferry.observe.outlet import Outlet, tells
 from kvferry.observe.records import encode_log
 from kvferry.observe.snapshot import Snapshots
 from kvferry.session.choices import GATHER, Gather, Landing, check_landing, check_worker, own_registry, registry_at
+from kvferry.session.clock import now_s
 from kvferry.session.events import (
     AbortCall,
     Action,
@@ -42,6 +44,7 @@ from kvferry.session.events import (
     CancelWrites,
     Close,
     Died,
+    DrainCall,
     Ended,
     Event,
     ExtendCall,
@@ -168,7 +171,9 @@ class Endpoint:
         parts = (own, self._worker, memory, self._transport, self._staging, self._preparer)
         self._jobs = Jobs(*parts, GATHER[gather], self._post)
         self._closed = self._closing = False
-        entry = Entry(instance.instance, self._me.generation, rank, world, address, key)
+        self._draining = ""  # why nothing new is taken
+        self._emptied = threading.Condition(self._lock)
+        self._entry = entry = Entry(instance.instance, self._me.generation, rank, world, address, key)
         self._at = at
         self._snapshots = Snapshots(self._machine, self._observer, self._lock)
         self._outlet = Outlet(self._me, self._observer, self._snapshots, self._lock, told)
@@ -259,10 +264,11 @@ class Endpoint:
     def wait(self, transfer: Transfer, timeout_s: float | None = None) -> Report:
         """The report, or the transfer's typed error; TransferTimeout if `timeout_s` ends first, and it goes on then."""
         # the machine ends every transfer by its deadline; the margin only covers a scatter that is still running
-        limit_s = transfer.deadline_s + 60.0 - time.monotonic() if timeout_s is None else timeout_s
+        limit_s = transfer.deadline_s + 60.0 - now_s() if timeout_s is None else timeout_s
         if not transfer._ended.wait(max(0.0, limit_s)):
-            where = Where(transfer.id, "", "waiting", time.monotonic() - transfer.started_s)
-            raise TransferTimeout(where, f"wait() gave up after {limit_s:g} s; the transfer is still running")
+            where = Where(transfer.id, transfer.peer, "waiting", now_s() - transfer.started_s)
+            problem = f"wait() gave up after {limit_s:g} s; the transfer is still running"
+            raise TransferTimeout(where, problem, "wait again, or abort it")
         if transfer.error is not None:
             raise transfer.error
         assert transfer.report is not None
@@ -284,6 +290,19 @@ class Endpoint:
     def links(self) -> dict[str, str]:
         """By peer that we have written to: which transport moves the bytes, and why that one."""
         return self._jobs.links()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take nothing new, let what runs end, then close: after `timeout_s` at the latest. Whether all of it has ended
+        by itself. The registry says that this worker is draining, and offers for what was not sent yet are refused.
+        """
+        with self._lock:
+            self._draining = f"{self._me} is draining and takes no new transfers"
+        self._rendezvous.announce(replace(self._entry, draining=True))
+        self._post(DrainCall())
+        with self._emptied:
+            ended = self._emptied.wait_for(lambda: not self._transfers, timeout_s)
+        self.close()
+        return ended
 
     def close(self) -> None:
         """Abort what runs, tell the peers, and give everything back."""
@@ -310,8 +329,8 @@ class Endpoint:
             os.close(descriptor)
         self._lines.end()
         for transfer in self._transfers.values():
-            where = Where(transfer.id, "", "closing", time.monotonic() - transfer.started_s)
-            transfer._end(None, TransferAborted(where, "the endpoint was closed"))
+            where = Where(transfer.id, transfer.peer, "closing", now_s() - transfer.started_s)
+            transfer._end(None, TransferAborted(where, "the endpoint was closed", "open one, and use a new id"))
 
     def __enter__(self) -> Endpoint:
         return self
@@ -326,13 +345,14 @@ class Endpoint:
             raise DocumentError("timeout_s", f"must be in (0, 1e6], got {call.timeout_s}")
         if isinstance(call, ReceiveCall) and call.registry:
             registry_at(call.registry, self._at)
-        transfer = Transfer(role, call.transfer, call.timeout_s)
+        peer = call.source if isinstance(call, ReceiveCall) else ""
+        transfer = Transfer(role, call.transfer, call.timeout_s, peer)
         transfer.hidden = isinstance(call, ReceiveCall) and call.connect_only
         with self._lock:
-            if self._closed:
-                raise TransferRefused(Where(call.transfer, "", "matching", 0.0), "the endpoint is closed")
-            if (role, call.transfer) in self._transfers:
-                raise TransferRefused(Where(call.transfer, "", "matching", 0.0), "this id is in use; ids are unique")
+            problem = "this id is in use; ids are unique" if (role, call.transfer) in self._transfers else ""
+            problem = "the endpoint is closed" if self._closed else self._draining or problem
+            if problem:
+                raise TransferRefused(Where(call.transfer, peer, "matching", 0.0), problem)
             self._transfers[role, call.transfer] = transfer
             self._observer.called(role, call.transfer, request)
         self._post(call)
@@ -352,14 +372,14 @@ class Endpoint:
 
     def _run(self) -> None:
         end_s = math.inf
-        while time.monotonic() < end_s:
+        while now_s() < end_s:
             try:
                 self._round(min(end_s, self._machine.next_s(), *self._dying.values()))
             except Exception:
                 LOG.exception("%s: internal error in the control thread", self._me)
                 time.sleep(0.01)
             if self._closing and end_s == math.inf:
-                end_s = time.monotonic() + CLOSE_S
+                end_s = now_s() + CLOSE_S
                 self._do(self._machine.close)
             if self._closing and self._machine.quiet:
                 break
@@ -367,11 +387,11 @@ class Endpoint:
         self._lines.close_all(linger_ms=500)
 
     def _round(self, until_s: float) -> None:
-        wait_s = until_s - time.monotonic()
+        wait_s = until_s - now_s()
         ready = dict(self._poller.poll(None if wait_s == math.inf else max(0, math.ceil(wait_s * 1000))))
         # first: what follows may close a watch, and its number may then be another one's
         for descriptor in [fd for fd in ready if isinstance(fd, int) and fd in self._watches]:
-            self._dying[self._unwatch(descriptor)] = time.monotonic() + DEATH_GRACE_S
+            self._dying[self._unwatch(descriptor)] = now_s() + DEATH_GRACE_S
         if self._wake_r in ready:
             os.read(self._wake_r, 65536)
         while not self._events.empty():
@@ -384,7 +404,7 @@ class Endpoint:
             self._do(partial(self._machine.barred, peer, problem))
         if self._lines.router in ready:
             self._read_router()
-        for peer in [peer for peer, due_s in self._dying.items() if due_s <= time.monotonic()]:
+        for peer in [peer for peer, due_s in self._dying.items() if due_s <= now_s()]:
             del self._dying[peer]
             self._handle(Died(peer))
         self._do(self._machine.tick)
@@ -416,7 +436,7 @@ class Endpoint:
     def _do(self, step: Callable[[float], list[Action]], event: Event | None = None) -> None:
         """One step of the machine, which is written down, and what it asks for."""
         with self._lock:
-            now = time.monotonic()
+            now = now_s()
             actions = step(now)
             self._observer.saw(event, actions, now)
         self._apply(actions)
@@ -487,10 +507,11 @@ class Endpoint:
             transfer = self._transfers.pop((ended.role, ended.transfer))
             if not transfer.hidden:
                 self._finished.append(transfer)
+            self._emptied.notify_all()
         if ended.pages_held:
             self._held[ended.transfer] = transfer
         error = ended.error
         if isinstance(error, TransferTimeout) and self._rendezvous.problem:  # nobody could find us
             problem = f"{error.problem}; this worker is not registered: {self._rendezvous.problem}"
-            error = TransferTimeout(error.where, problem)
+            error = TransferTimeout(error.where, problem, error.advice)
         transfer._end(ended.report, error, ended.pages_held)

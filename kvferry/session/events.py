@@ -87,6 +87,11 @@ class AbortCall:
 
 
 @dataclass(frozen=True)
+class DrainCall:
+    """End what runs, take nothing new."""
+
+
+@dataclass(frozen=True)
 class Received:
     sender: Peer
     recipient: Peer
@@ -202,8 +207,8 @@ class Died:
 
 
 Event = Union[
-    SendCall, ExtendCall, ReceiveCall, AbortCall, Received, Found, NotFound, Prepared, PrepareFailed, Written,
-    WriteFailed, Scattered, ScatterFailed, Verified, VerifyFailed, Died,
+    SendCall, ExtendCall, ReceiveCall, AbortCall, DrainCall, Received, Found, NotFound, Prepared, PrepareFailed,
+    Written, WriteFailed, Scattered, ScatterFailed, Verified, VerifyFailed, Died,
 ]  # fmt: skip
 
 

@@ -27,6 +27,7 @@ class Flow:
     granted: dict[int, Lease] = field(default_factory=dict)
     ready: bool = False  # all of it is there, the source has checked
     landed: int = 0
+    lease_end_s: float = -math.inf  # until when we may count on its pages
 
     @property
     def done(self) -> bool:

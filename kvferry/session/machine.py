@@ -10,6 +10,7 @@ from kvferry.session.events import (
     AbortCall,
     Action,
     Died,
+    DrainCall,
     Ended,
     Event,
     ExtendCall,
@@ -80,6 +81,8 @@ class Machine:
             self.targets.call(event)
         elif isinstance(event, AbortCall):
             self._abort(event)
+        elif isinstance(event, DrainCall):
+            self.sources.drain()
         elif isinstance(event, Found):
             self.targets.found(event)
         elif isinstance(event, NotFound):

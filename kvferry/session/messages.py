@@ -150,13 +150,15 @@ class Grants(About, frozen=True):
 class ChunkDone(About, frozen=True):
     """Source → target: exactly `bytes` lie in the granted slot and we write there no more.
 
-    `digests`: of each layer of the piece, where the offer asks for them.
+    `digests`: of each layer of the piece, where the offer asks for them. `lease_s`: how long the source goes on, as
+    `kvferry.session.lease` counts it.
     """
 
     piece: Count
     grant: Secret
     bytes: Count
     digests: tuple[Word, ...] = ()
+    lease_s: Seconds = 1e6
 
 
 class Landed(About, frozen=True):

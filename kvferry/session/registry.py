@@ -33,7 +33,10 @@ _PREFIX = "/v1/instances/"
 
 
 class Entry(Struct, frozen=True):
-    """One worker. A larger generation is a later start of the same rank. `key`: its public key, if it has keys."""
+    """One worker. A larger generation is a later start of the same rank. `key`: its public key, if it has keys.
+
+    `draining`: it ends what runs and takes nothing new.
+    """
 
     instance: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     generation: Annotated[int, msgspec.Meta(ge=0)]
@@ -42,6 +45,7 @@ class Entry(Struct, frozen=True):
     address: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     key: Annotated[str, msgspec.Meta(max_length=64)] = ""
     protocol: int = PROTOCOL
+    draining: bool = False
 
 
 class _Put(Struct, frozen=True):

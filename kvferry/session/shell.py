@@ -11,9 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvferry.errors import RegistryError
+from kvferry.session.clock import now_s
 from kvferry.session.events import Found, NotFound
+from kvferry.session.meeting import Meeting
 from kvferry.session.messages import Process
-from kvferry.session.registry import Entry, Registry
+from kvferry.session.registry import Entry
 from kvferry.transport.process import start_ticks
 
 LOG = logging.getLogger("kvferry.session")
@@ -59,14 +61,12 @@ class Rendezvous:
     delays nobody else.
     """
 
-    def __init__(
-        self, registry: Registry, entry: Entry, ttl_s: float, post: Callable[[Found | NotFound], None]
-    ) -> None:
+    def __init__(self, registry: Meeting, entry: Entry, ttl_s: float, post: Callable[[Found | NotFound], None]) -> None:
         self._registry, self._entry, self._ttl_s, self._post = registry, entry, ttl_s, post
         self._wanted: dict[str, dict[str, float]] = {}  # by registry URL, "" for ours: until when, by instance
         self._wake = threading.Condition()
         self.problem = ""  # why we are not registered
-        self._closed = False
+        self._closed = self._changed = False
         self._thread = threading.Thread(target=self._renew, name="kvferry-rendezvous", daemon=True)
         self._thread.start()
 
@@ -78,6 +78,12 @@ class Rendezvous:
             self._wake.notify_all()
         if not asked:
             threading.Thread(target=self._ask_all, args=(registry,), name="kvferry-lookup", daemon=True).start()
+
+    def announce(self, entry: Entry) -> None:
+        """This is our entry from now on."""
+        with self._wake:
+            self._entry, self._changed = entry, True
+            self._wake.notify_all()
 
     def close(self) -> None:
         with self._wake:
@@ -101,7 +107,8 @@ class Rendezvous:
                 self.problem = str(error)
                 wait_s = min(0.5, self._ttl_s / 3)
             with self._wake:
-                self._wake.wait_for(lambda: self._closed, wait_s)
+                self._wake.wait_for(lambda: self._closed or self._changed, wait_s)
+                self._changed = False
 
     def _ask_all(self, url: str) -> None:
         registry = self._registry.at(url) if url else self._registry
@@ -117,7 +124,7 @@ class Rendezvous:
                 if not self._closed and self._wanted[url].keys() <= names.keys():
                     self._wake.wait(LOOKUP_S)
 
-    def _ask(self, registry: Registry, url: str, name: str, until_s: float) -> None:
+    def _ask(self, registry: Meeting, url: str, name: str, until_s: float) -> None:
         try:
             view = registry.instance(name)
             problem = view.missing
@@ -128,7 +135,7 @@ class Rendezvous:
         with self._wake:
             wanted = self._wanted[url]
             # a lookup that came while we were asking gets an answer of its own
-            if wanted.get(name, 0.0) <= until_s and (not problem or until_s <= time.monotonic()):
+            if wanted.get(name, 0.0) <= until_s and (not problem or until_s <= now_s()):
                 wanted.pop(name, None)
         if not problem:
             self._post(Found(name, view.workers, url))

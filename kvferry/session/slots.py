@@ -10,7 +10,7 @@ from kvferry.session.messages import Peer
 
 @dataclass(frozen=True)
 class Lease:
-    """One granted slot, or with slot None the pages of one piece."""
+    """One granted slot, or with slot None the pages of one piece. `granted_s`: when, by the machine's clock."""
 
     slot: int | None
     transfer: str
@@ -18,6 +18,7 @@ class Lease:
     piece: int
     grant: bytes
     nbytes: int
+    granted_s: float
 
 
 class Ledger:
@@ -34,18 +35,18 @@ class Ledger:
         self._per_peer: Counter[Peer] = Counter()
         self._cap = max(1, slots // 2)
 
-    def take(self, transfer: str, peer: Peer, piece: int, nbytes: int, grant: bytes) -> Lease | None:
+    def take(self, transfer: str, peer: Peer, piece: int, nbytes: int, grant: bytes, now: float) -> Lease | None:
         """A lease on a free slot; None where there is none for this peer now."""
         if not self._free or self._per_peer[peer] >= self._cap:
             return None
-        lease = Lease(self._free.pop(), transfer, peer, piece, grant, nbytes)
+        lease = Lease(self._free.pop(), transfer, peer, piece, grant, nbytes, now)
         self._leases[grant] = lease
         self._per_peer[peer] += 1
         return lease
 
-    def take_pages(self, transfer: str, peer: Peer, piece: int, nbytes: int, grant: bytes) -> Lease:
+    def take_pages(self, transfer: str, peer: Peer, piece: int, nbytes: int, grant: bytes, now: float) -> Lease:
         """A lease on the transfer's own pages: no slot is used."""
-        lease = self._leases[grant] = Lease(None, transfer, peer, piece, grant, nbytes)
+        lease = self._leases[grant] = Lease(None, transfer, peer, piece, grant, nbytes, now)
         return lease
 
     def release(self, lease: Lease) -> None:

@@ -23,6 +23,7 @@ from kvferry.session.events import (
     WriteFailed,
     Written,
 )
+from kvferry.session.lease import offered_s
 from kvferry.session.messages import (
     Abort,
     AbortAck,
@@ -84,6 +85,7 @@ class Sources:
         self._past = Memory()
         self._writing: dict[tuple[str, Peer], set[int]] = {}  # also of transfers that have ended
         self._acks_owed: set[tuple[str, Peer]] = set()
+        self._draining = ""  # why offers without a send() are refused
 
     # matching
 
@@ -119,6 +121,8 @@ class Sources:
         o = self.running.get(transfer)
         if o is not None and peer in o.takers:
             return core.refuse("offer twice")
+        if o is None and self._draining:
+            return core.abort(peer, "target", transfer, "refused", self._draining)
         if o is None:
             if sum(1 for other in self.running.values() if not other.called) >= EARLY_LIMIT:
                 return core.abort(
@@ -133,6 +137,12 @@ class Sources:
         o.takers[peer] = Taker(offer)
         if o.called:
             self._match(transfer, peer)
+
+    def drain(self) -> None:
+        """No send() will come any more: offers that wait for one end now, as later ones do."""
+        self._draining = f"{self._core.me} is draining and takes no new transfers; use another instance"
+        for transfer in [transfer for transfer, o in self.running.items() if not o.called]:
+            self.fail(transfer, "refused", self._draining, None)
 
     def _pieces_waiting(self, peer: Peer) -> int:
         early = (o.takers[peer] for o in self.running.values() if not o.called and peer in o.takers)
@@ -196,7 +206,8 @@ class Sources:
         o.bytes += nbytes
         o.copies += event.copies
         o.chunks += 1
-        done = ChunkDone(event.transfer, ATTEMPT, event.piece, taker.grants[event.piece], nbytes, event.digests)
+        grant, lease_s = taker.grants[event.piece], offered_s(o.deadline_s - self._core.now)
+        done = ChunkDone(event.transfer, ATTEMPT, event.piece, grant, nbytes, event.digests, lease_s)
         self._core.send(event.peer, done)
         if all(t.written == len(t.offer.pieces) for t in o.takers.values()):
             o.phase = "committing"

@@ -33,6 +33,7 @@ from kvferry.session.events import (
 )
 from kvferry.session.farewell import Farewells
 from kvferry.session.incoming import Flow, Incoming, follows, peers_of, waits_for
+from kvferry.session.lease import claimer_end_s
 from kvferry.session.messages import (
     Abort,
     ChunkDone,
@@ -232,7 +233,7 @@ class Targets:
 
     def _grant(self, transfer: str, peer: Peer, flow: Flow) -> Grant | None:
         core, piece = self._core, flow.waiting[0]
-        what = (transfer, peer, piece, flow.shipment.pieces[piece].bytes, core.draw_grant())
+        what = (transfer, peer, piece, flow.shipment.pieces[piece].bytes, core.draw_grant(), core.now)
         lease = core.ledger.take_pages(*what) if flow.shipment.runs else core.ledger.take(*what)
         if lease is None:
             return None
@@ -263,6 +264,7 @@ class Targets:
                 return self.fail(t, "refused", problem, peer)
             add(t.sums, chunk.box.group, dict(zip(chunk.box.layers, body.digests)))
         del flow.granted[body.piece]
+        flow.lease_end_s = max(flow.lease_end_s, claimer_end_s(lease.granted_s, body.lease_s))
         copies = flow.shipment.copies[body.piece]
         if lease.slot is None:  # it is where it belongs
             self._core.ledger.release(lease)
@@ -306,13 +308,22 @@ class Targets:
             t.phase = "verifying"
         if t.phase == "verifying" and (t.digest is None or t.verified):
             t.phase = "committing"
+            if self._lapsed(t):
+                return None
             if core.me != t.ranks[0]:
                 return core.send(t.ranks[0], Landed(t.call.transfer, ATTEMPT))
             t.landed.add(core.me)
-        if t.phase == "committing" and t.landed.issuperset(t.ranks):
+        if t.phase == "committing" and t.landed.issuperset(t.ranks) and not self._lapsed(t):
             for peer in t.ranks[1:]:
                 core.send(peer, Commit(t.call.transfer, ATTEMPT))
             self._finish(t)
+
+    def _lapsed(self, t: Incoming) -> bool:
+        """Whether a source may have given up by now: then this side must not have success where that one has none."""
+        late = next((p for p, flow in t.flows.items() if flow.landed and flow.lease_end_s <= self._core.now), None)
+        if late is not None:
+            self.fail(t, "timeout", f"all of it is here, but too late: {late} kept its pages no longer", late)
+        return late is not None
 
     def verified(self, event: Verified | VerifyFailed) -> None:
         t = self.running.get(event.transfer)

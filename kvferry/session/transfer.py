@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Literal
 
 from kvferry.errors import TransferError
+from kvferry.session.clock import now_s
 from kvferry.session.events import Report
 from kvferry.session.messages import Role
 
@@ -14,14 +14,16 @@ from kvferry.session.messages import Role
 class Transfer:
     """Made by `Endpoint.send` and `Endpoint.receive`, ended by the endpoint."""
 
-    def __init__(self, role: Role, transfer: str, timeout_s: float) -> None:
+    def __init__(self, role: Role, transfer: str, timeout_s: float, peer: str = "") -> None:
+        """`peer`: the other instance, where the call names one."""
         self.id = transfer
+        self.peer = peer
         self.role = role
         self.hidden = False
         self.state: Literal["running", "done", "failed"] = "running"
         self.error: TransferError | None = None
         self.report: Report | None = None
-        self.started_s = time.monotonic()
+        self.started_s = now_s()
         self.deadline_s = self.started_s + timeout_s
         self._ended = threading.Event()
         self._pages_free = threading.Event()

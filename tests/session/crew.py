@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 from kvferry.layout.address import Address
 from kvferry.layout.request import Wanted
 from kvferry.session.endpoint import Endpoint
+from kvferry.session.messages import decode
 from kvferry.session.transfer import Transfer
 from kvferry.transport.memory import HostMemory, map_array, window
 from tests.session.pools import Shape, WorkerPool, instance, page_list, table
@@ -163,6 +165,18 @@ class Worker:
 
         setattr(self.memory, name, forbidden)
 
+    def lose(self, kind: str, count: int = 1) -> None:
+        """The next `count` messages of this kind never leave."""
+        send, left = self._endpoint._lines.send, [count]
+
+        def lossy(peer: Any, data: bytes) -> None:
+            if left[0] and type(decode(data).body).__name__ == kind:
+                left[0] -= 1
+            else:
+                send(peer, data)
+
+        setattr(self._endpoint._lines, "send", lossy)  # noqa: B010
+
     def slow(self, seconds: float) -> None:
         """Gathering, scattering or looking up a chunk takes this much longer from now on."""
         for name in ("gather", "scatter", "runs"):
@@ -191,6 +205,12 @@ class Worker:
             return prepared
 
         setattr(self._endpoint._preparer, "prepare", prepare)  # noqa: B010
+
+    def begin_drain(self, timeout_s: float) -> None:
+        self._drain = ThreadPoolExecutor(1).submit(self._endpoint.drain, timeout_s)
+
+    def end_drain(self) -> bool:
+        return self._drain.result(ANSWER_S)
 
     def poll(self) -> list[tuple[str, str]]:
         return [(transfer.id, transfer.state) for transfer in self._endpoint.poll()]

@@ -130,8 +130,8 @@ def test_abort_in_the_middle(side: str, crew: Crew, registry: str) -> None:
     assert [s["slots_quarantined"] for s in every(pair.targets, "stats")] == [0, 0]
 
 
-def test_source_killed_in_the_middle(crew: Crew, registry: str) -> None:
-    """F56: nothing leaks, and nobody waits for the deadline."""
+def test_f56_source_killed_in_the_middle(crew: Crew, registry: str) -> None:
+    """Nothing leaks, and nobody waits for the deadline."""
     pair = open_pair(crew, registry, Shape(tp=2), Shape(tp=2), slot_bytes=64)
     every(pair.sources, "slow", 0.05)
     start(pair, "t", TOKENS, timeout_s=50)
@@ -156,8 +156,8 @@ def test_target_killed_in_the_middle(crew: Crew, registry: str) -> None:
     until(all_free(pair.targets[0]))
 
 
-def test_a_stopped_source_costs_slots_and_never_a_page(crew: Crew, registry: str) -> None:
-    """F51, F57: the deadline ends the request, not the quarantine; a continued writer can't reach the pages."""
+def test_f51_f57_a_stopped_source_costs_slots_and_never_a_page(crew: Crew, registry: str) -> None:
+    """The deadline ends the request, not the quarantine; a continued writer can't reach the pages."""
     pair = open_pair(crew, registry, Shape(), Shape(), slot_bytes=64)
     (source,), (target,) = pair.sources, pair.targets
     source("slow", 0.02)
@@ -185,8 +185,8 @@ def test_a_stopped_source_costs_slots_and_never_a_page(crew: Crew, registry: str
     assert error_of(source, "wait", "t").kind is TransferTimeout
 
 
-def test_with_direct_landing_a_stopped_source_holds_the_pages_until_it_is_certain(crew: Crew, registry: str) -> None:
-    """F51: the deadline ends the request; only the writer's own word, or its death, gives the pages back."""
+def test_f51_with_direct_landing_a_stopped_source_holds_its_pages(crew: Crew, registry: str) -> None:
+    """The deadline ends the request; only the writer's own word, or its death, gives the pages back."""
     pair = open_pair(crew, registry, Shape(), Shape(), landing="pages", transport="process_vm")
     (source,), (target,) = pair.sources, pair.targets
     start(pair, "good", TOKENS)
@@ -358,3 +358,57 @@ def test_f66_a_source_gives_only_what_it_owns(crew: Crew, registry: str) -> None
     for member in pair.sources:
         assert error_of(member, "wait", "t").kind is TransferRefused
     until(all_free(*pair.targets))
+
+
+def test_f52_pages_that_were_given_back_are_never_read(crew: Crew, registry: str) -> None:
+    """A claim after the source's limit is refused, whatever lies in those pages now."""
+    pair = open_pair(crew, registry, Shape(), Shape())
+    (source,), (target,) = pair.sources, pair.targets
+    source("fill", [1, 2], 0, (0, 8))
+    source("send", "t", [1, 2], 0, (0, 8), 0.3)
+    assert error_of(source, "wait", "t").kind is TransferTimeout
+    source("fill", [1, 2], 8, (8, 16))  # another request's tokens
+    target("receive", "t", pair.source, [3, 4], 0, (0, 8), 20.0)
+    error = error_of(target, "wait", "t")
+    assert error.kind is TransferTimeout
+    assert f"{pair.source}/" in error.text and "says: the deadline of 0.3 s has passed" in error.text
+    assert target("untouched")
+
+
+def test_f54_a_request_that_cannot_be_planned_ends_on_both_sides(crew: Crew, registry: str) -> None:
+    pair = open_pair(crew, registry, Shape(), Shape())
+    (source,), (target,) = pair.sources, pair.targets
+    began_s = time.monotonic()
+    source("send", "t", [1, 2], 0, (0, 8), 50.0)
+    target("receive", "t", pair.source, [3], 0, (0, 8), 50.0)  # a page short
+    assert error_of(target, "wait", "t").kind is TransferRefused
+    error = error_of(source, "wait", "t")
+    assert error.kind is TransferRefused
+    assert f"{pair.target}/" in error.text
+    assert time.monotonic() - began_s < 5
+
+
+@pytest.mark.parametrize(("side", "kind"), [("target", "Offer"), ("source", "ChunkDone"), ("target", "Complete")])
+def test_f55_a_lost_message_wedges_nobody(side: str, kind: str, crew: Crew, registry: str) -> None:
+    pair = open_pair(crew, registry, Shape(), Shape())
+    (pair.sources if side == "source" else pair.targets)[0]("lose", kind)
+    began_s = time.monotonic()
+    cross(pair)
+    assert time.monotonic() - began_s < 6
+    assert sum(stats["messages_repeated"] for stats in every(pair.sources + pair.targets, "stats")) > 0
+
+
+def test_f56_an_abort_while_the_peer_is_away_frees_the_pages_at_once(crew: Crew, registry: str) -> None:
+    pair = open_pair(crew, registry, Shape(), Shape(), slot_bytes=64)
+    (source,), (target,) = pair.sources, pair.targets
+    source("slow", 0.02)
+    start(pair, "t", TOKENS, timeout_s=50)
+    until(lambda: target("stats")["slots_used"] > 0)
+    source.signal(signal.SIGSTOP)
+    try:
+        target("abort", "t", "the user went away")
+        assert error_of(target, "wait", "t").kind is TransferAborted
+        assert target("pages_free", "t")
+    finally:
+        source.kill()
+    until(all_free(target))

@@ -46,7 +46,7 @@ def test_what_is_there_moves_while_the_rest_is_computed(crew: Crew, registry: st
     finish(pair, theirs)
 
 
-def test_layer_by_layer(crew: Crew, registry: str) -> None:
+def test_f50_layer_by_layer_and_never_before_the_fence(crew: Crew, registry: str) -> None:
     pair, ours, theirs = begin(crew, registry, piece_tokens=0)
     for layer in (1, 0, 2):
         every(pair.sources, "send_part", "t", ours, (0, TOKENS), layer == 2, [layer])

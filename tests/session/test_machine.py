@@ -160,7 +160,7 @@ def scatters(sim: Sim) -> int:
     return sum(isinstance(job.action, Scatter) for job in sim.jobs)
 
 
-def test_late_chunk_of_a_revoked_grant_never_scatters() -> None:
+def test_f53_late_chunk_of_a_revoked_grant_never_scatters() -> None:
     sim, _, target, _ = moving()
     sim.event(target, AbortCall("target", "a", "enough"))
     assert sim.machines[target].stats()["slots_quarantined"] > 0, "the writer is in doubt until it answers"
@@ -291,8 +291,8 @@ def test_tokens_that_were_not_sent_are_refused(asked: Wanted, sent: Wanted, expe
         assert expected in str(ended.error)
 
 
-def test_a_plan_that_fails_is_told_to_the_source() -> None:
-    """F54: a failed post is reported to the other side, which doesn't wait for its deadline."""
+def test_f54_a_plan_that_fails_is_told_to_the_source() -> None:
+    """A failed post is reported to the other side, which doesn't wait for its deadline."""
     sim = make(2, 1)
     for peer, call in sim.start("a", "p", "d"):
         sim.event(peer, replace(call, tables=table([0])) if isinstance(call, ReceiveCall) else call)

@@ -12,8 +12,12 @@ import pytest
 
 from kvferry.errors import KeysError, RegistryError
 from kvferry.session.events import Found, NotFound
-from kvferry.session.registry import Directory, Entry, Registry, RegistryServer
+from kvferry.session.meeting import KINDS, Meeting
+from kvferry.session.registry import Directory, Entry, Listed, Registry, RegistryServer, View
 from kvferry.session.shell import Rendezvous
+from tests.session.deployment import endpoint
+from tests.session.sim import TABLES as TABLES_OF
+from tests.session.sim import TOKENS
 
 
 def entry(rank: int, world: int = 2, generation: int = 1, instance: str = "p") -> Entry:
@@ -161,6 +165,44 @@ def test_f61_asks_until_ready_and_refills_a_restarted_registry() -> None:
         assert ready.wait(10), "the renewal refills the restarted registry, and the failure was not kept"
         rendezvous.close()
         assert Registry(server.url).instance("p").missing == "instance 'p' misses rank(s) 0 of 2"
+
+
+class Table:
+    """A registry in this process's memory: as much as an endpoint needs of one."""
+
+    host = "127.0.0.1"
+
+    def __init__(self, url: str) -> None:
+        self.url, self.directory = url, TABLES.setdefault(url, Directory())
+
+    def at(self, url: str) -> Meeting:
+        return Table(url)
+
+    def put(self, entry: Entry, ttl_s: float) -> None:
+        self.directory.put(entry, ttl_s, time.monotonic())
+
+    def delete(self, entry: Entry) -> None:
+        self.directory.delete(entry.instance, entry.rank, entry.generation)
+
+    def instance(self, name: str) -> View:
+        return self.directory.view(name, time.monotonic())
+
+    def listing(self) -> tuple[Listed, ...]:
+        raise RegistryError("no transfer needs it")
+
+
+TABLES: dict[str, Directory] = {}
+
+
+def test_another_registry_can_take_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two endpoints meet and move bytes with nothing but what `Meeting` says."""
+    monkeypatch.setitem(KINDS, "table", lambda url, keys: Table(url))
+    with endpoint("p", "table://one", None) as source, endpoint("d", "table://one", None) as target:
+        sent = source.send("t", TOKENS, TABLES_OF, timeout_s=20)
+        received = target.receive("t", "p", TOKENS, TABLES_OF, timeout_s=20)
+        assert target.wait(received).bytes == source.wait(sent).bytes > 0
+        assert TABLES["table://one"].view("d", time.monotonic()).ready
+    assert not TABLES["table://one"].view("d", time.monotonic()).ready
 
 
 def test_a_registry_that_never_answers_delays_no_other_and_no_renewal() -> None:
