@@ -37,6 +37,7 @@ from kvferry.observe.records import encode_log
 from kvferry.observe.snapshot import Snapshots
 from kvferry.session.choices import GATHER, Gather, Landing, check_landing, check_worker, own_registry, registry_at
 from kvferry.session.clock import now_s
+from kvferry.session.deaths import Deaths, this_process
 from kvferry.session.events import (
     AbortCall,
     Action,
@@ -72,14 +73,12 @@ from kvferry.session.machine import Machine
 from kvferry.session.messages import GRANT_BYTES, Card, Peer, Role, decode, encode
 from kvferry.session.prepare import Preparer
 from kvferry.session.registry import Entry
-from kvferry.session.shell import LOG, Rendezvous, open_death_watch, this_process
+from kvferry.session.shell import LOG, Rendezvous
 from kvferry.session.source import EARLY_MAX_S, SOURCE_SAYS
 from kvferry.session.transfer import Transfer
 from kvferry.transport.base import Memory, open_transport
 from kvferry.transport.staging import Staging
 
-DEATH_GRACE_S = 0.25
-"""What a peer said, and wrote over UCX, just before its end is read before its end is acted on."""
 CLOSE_S = 2.0
 MESSAGES_PER_ROUND = 256
 _IN_DOUBT: list[Staging] = []
@@ -162,8 +161,7 @@ class Endpoint:
         os.set_blocking(self._wake_r, False)
         os.set_blocking(self._wake_w, False)
         self._poller.register(self._wake_r, zmq.POLLIN)
-        self._watches: dict[int, Peer] = {}
-        self._dying: dict[Peer, float] = {}
+        self._deaths = Deaths(self._poller)
         self._transfers: dict[tuple[Role, str], Transfer] = {}
         self._finished: list[Transfer] = []
         self._held: dict[str, Transfer] = {}  # failed, and a peer may still write into their pages
@@ -325,8 +323,8 @@ class Endpoint:
         with self._wake_lock:
             os.close(self._wake_w)
             self._wake_w = -1
-        for descriptor in (self._wake_r, *self._watches):
-            os.close(descriptor)
+        os.close(self._wake_r)
+        self._deaths.close()
         self._lines.end()
         for transfer in self._transfers.values():
             where = Where(transfer.id, transfer.peer, "closing", now_s() - transfer.started_s)
@@ -374,7 +372,7 @@ class Endpoint:
         end_s = math.inf
         while now_s() < end_s:
             try:
-                self._round(min(end_s, self._machine.next_s(), *self._dying.values()))
+                self._round(min(end_s, self._machine.next_s(), self._deaths.next_s()))
             except Exception:
                 LOG.exception("%s: internal error in the control thread", self._me)
                 time.sleep(0.01)
@@ -390,8 +388,7 @@ class Endpoint:
         wait_s = until_s - now_s()
         ready = dict(self._poller.poll(None if wait_s == math.inf else max(0, math.ceil(wait_s * 1000))))
         # first: what follows may close a watch, and its number may then be another one's
-        for descriptor in [fd for fd in ready if isinstance(fd, int) and fd in self._watches]:
-            self._dying[self._unwatch(descriptor)] = now_s() + DEATH_GRACE_S
+        self._deaths.witness(ready, now_s())
         if self._wake_r in ready:
             os.read(self._wake_r, 65536)
         while not self._events.empty():
@@ -404,8 +401,7 @@ class Endpoint:
             self._do(partial(self._machine.barred, peer, problem))
         if self._lines.router in ready:
             self._read_router()
-        for peer in [peer for peer, due_s in self._dying.items() if due_s <= now_s()]:
-            del self._dying[peer]
+        for peer in self._deaths.due(now_s()):
             self._handle(Died(peer))
         self._do(self._machine.tick)
 
@@ -462,7 +458,7 @@ class Endpoint:
         elif isinstance(action, Open):
             self._lines.open(action.peer, action.address, action.key)
         elif isinstance(action, Watch):
-            self._watch(action)
+            self._deaths.watch(action.peer, action.process)
         elif isinstance(action, Close):
             self._forget(action.peer)
         elif isinstance(action, Ended):
@@ -483,20 +479,8 @@ class Endpoint:
             transfer = getattr(action.body, "transfer", "")
             self._post(AbortCall(role, transfer, f"{error}; use larger slots or send less at once"))
 
-    def _watch(self, action: Watch) -> None:
-        descriptor = open_death_watch(action.process)
-        if descriptor is not None:
-            self._watches[descriptor] = action.peer
-            self._poller.register(descriptor, zmq.POLLIN)
-
-    def _unwatch(self, descriptor: int) -> Peer:
-        self._poller.unregister(descriptor)
-        os.close(descriptor)
-        return self._watches.pop(descriptor)
-
     def _forget(self, peer: Peer) -> None:
-        for descriptor in [fd for fd, watched in self._watches.items() if watched == peer]:
-            self._unwatch(descriptor)
+        self._deaths.forget(peer)
         self._lines.close(peer)
         self._jobs.forget_peer(peer)
 

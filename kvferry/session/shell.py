@@ -1,22 +1,18 @@
-"""Threads and system calls of an endpoint, without any decision: job queues, registry errands, witnessed deaths."""
+"""Threads of an endpoint, without any decision: job queues, registry errands."""
 
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from kvferry.errors import RegistryError
 from kvferry.session.clock import now_s
 from kvferry.session.events import Found, NotFound
 from kvferry.session.meeting import Meeting
-from kvferry.session.messages import Process
 from kvferry.session.registry import Entry
-from kvferry.transport.process import start_ticks
 
 LOG = logging.getLogger("kvferry.session")
 LOOKUP_S = 0.05
@@ -139,35 +135,3 @@ class Rendezvous:
                 wanted.pop(name, None)
         if not problem:
             self._post(Found(name, view.workers, url))
-
-
-def this_process() -> Process | None:
-    """None where deaths can't be witnessed."""
-    if not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        # the same number names the first namespace of every host
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-        namespace = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-        return Process(os.getpid(), start_ticks(os.getpid()), namespace)
-    except (OSError, ValueError):
-        return None
-
-
-def open_death_watch(process: Process) -> int | None:
-    """A descriptor that is readable once the process has ended; None where that can't be known (other namespace)."""
-    ours = this_process()
-    if ours is None or ours.namespace != process.namespace:
-        return None
-    try:
-        descriptor = os.pidfd_open(process.pid)
-    except OSError:
-        return None
-    try:
-        # opened first, compared then: a reused pid can't slip in between
-        if start_ticks(process.pid) == process.start:
-            return descriptor
-    except (OSError, ValueError):
-        pass
-    os.close(descriptor)
-    return None

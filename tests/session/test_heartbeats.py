@@ -32,7 +32,7 @@ def fetch(source: Member, name: str, target: Member, transfer: str, timeout_s: f
 
 
 @pytest.mark.slow
-def test_f57_f61_a_paused_source_is_noticed_and_delays_nobody_else(crew: Crew, registry: str) -> None:
+def test_f57_a_paused_source_is_noticed_and_delays_nobody_else(crew: Crew, registry: str) -> None:
     pair = open_pair(crew, registry, Shape(), Shape(), slot_bytes=64)
     (source,), (target,) = pair.sources, pair.targets
     fast = another(crew, "fast", registry)

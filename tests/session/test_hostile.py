@@ -45,7 +45,7 @@ MANY = 3_000
         (Box("attn", (0,), ("k",), FULL, ((0, 2, 1),)), ((1 << 64) - 1,) * 2, 0, ""),
     ],
 )
-def test_a_piece_that_the_group_cannot_have_is_refused_before_it_is_planned(
+def test_f66_a_piece_that_the_group_cannot_have_is_refused_before_it_is_planned(
     box: Box, tokens: tuple[int, int], nbytes: int, expected: str
 ) -> None:
     shape = Shape()
