@@ -16,6 +16,8 @@ from kvferry.session.registry import Entry
 
 LOG = logging.getLogger("kvferry.session")
 LOOKUP_S = 0.05
+LOOKUP_MAX_S = 0.25
+"""A registry that doesn't know an instance yet is asked again after this time, at first sooner."""
 
 
 class JobThreads:
@@ -108,6 +110,7 @@ class Rendezvous:
 
     def _ask_all(self, url: str) -> None:
         registry = self._registry.at(url) if url else self._registry
+        pause_s = LOOKUP_S
         while True:
             with self._wake:
                 names = dict(self._wanted[url])
@@ -118,7 +121,8 @@ class Rendezvous:
                 self._ask(registry, url, name, until_s)
             with self._wake:
                 if not self._closed and self._wanted[url].keys() <= names.keys():
-                    self._wake.wait(LOOKUP_S)
+                    self._wake.wait(pause_s)
+            pause_s = min(1.2 * pause_s, LOOKUP_MAX_S)
 
     def _ask(self, registry: Meeting, url: str, name: str, until_s: float) -> None:
         try:

@@ -412,3 +412,25 @@ def test_f56_an_abort_while_the_peer_is_away_frees_the_pages_at_once(crew: Crew,
     finally:
         source.kill()
     until(all_free(target))
+
+
+def test_f61_a_source_that_registers_after_it_was_asked_for_is_found(crew: Crew, registry: str) -> None:
+    pair = open_pair(crew, registry, Shape(tp=2), Shape())
+    every(pair.sources, "close")
+    (target,) = pair.targets
+    target("receive", "t", pair.source, [3, 4], 0, (0, 8), 20.0)
+    time.sleep(0.3)  # asked for, and not there
+    open_all(pair.sources, pair.source, pair.source_shape, registry, slots=4, slot_bytes=1024)
+    every(pair.sources, "fill", [1, 2], 0, (0, 8))
+    every(pair.sources, "send", "t", [1, 2], 0, (0, 8), 20.0)
+    target("wait", "t")
+    assert target("wrong_words", [3, 4], 0, (0, 8)) == 0
+
+
+def test_f62_one_rank_that_registers_twice_is_no_instance_of_two(crew: Crew, registry: str) -> None:
+    pair = open_pair(crew, registry, Shape(tp=2), Shape())
+    pair.sources[1]("open", pair.source, pair.source_shape, 0, registry)
+    pair.targets[0]("receive", "t", pair.source, [3, 4], 0, (0, 8), 0.5)
+    error = error_of(pair.targets[0], "wait", "t")
+    assert error.kind is TransferTimeout
+    assert f"instance '{pair.source}' misses rank(s) 1 of 2" in error.text
