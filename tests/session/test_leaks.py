@@ -21,7 +21,8 @@ from tests.session.sim import TABLES, TOKENS
 CONNECTS, ABORTS = 500, 1_000
 WARM = 100
 """What is allocated once, by ZeroMQ's and Python's pools too, is there after so many."""
-MORE_BYTES = 4 << 20
+MORE_BYTES = 12 << 20
+"""What may be added then: the event log fills up to its bound, and ended transfers are remembered by name."""
 ONE, TWO = deployment("one", "two")
 
 
