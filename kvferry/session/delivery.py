@@ -165,7 +165,7 @@ class Delivery:
             return
         line.asked += 1
         line.asked_s = now
-        line.ask_s = now + min(BEAT_S * 2 ** max(0, line.asked - 4), BEAT_MAX_S)
+        line.ask_s = now + min(BEAT_S * 2 ** min(max(0, line.asked - 4), 8), BEAT_MAX_S)
         if self.silent_s(peer) and not line.noted:
             line.noted = True
             self._act(Note(f"no word from {peer} for {now - line.word_s:.1f} s; what runs with it goes on"))

@@ -163,6 +163,20 @@ def test_f57_a_silent_peer_is_noticed_and_named_and_ends_nothing_before_the_dead
     assert sim.machines[target].stats()["slots_free"] == sim.slots
 
 
+def test_a_peer_may_be_silent_for_days() -> None:
+    """And its slots in doubt: it is asked on and on, and answers when it is there again."""
+    sim, source, target, _ = moving()
+    sim.event(target, AbortCall("target", "a", "enough"))
+    stopped = sim.machines.pop(source)
+    for _ in range(1_200):
+        sim.wire.clear()
+        sim.pass_time(240.0)
+    sim.machines[source] = stopped
+    sim.pass_time(delivery.BEAT_MAX_S)
+    sim.settle()
+    assert sim.machines[target].stats()["slots_free"] == sim.slots
+
+
 def test_nothing_is_asked_where_nothing_runs() -> None:
     sim = make(1, 1)
     begin(sim)

@@ -9,6 +9,7 @@ import pytest
 
 from kvferry.errors import PeerLost, TransferTimeout
 from kvferry.session import delivery
+from kvferry.session.registry import Registry
 from tests.session.crew import Crew, Member, open_all, open_pair, start
 from tests.session.pools import Shape
 from tests.session.test_endpoint import cross
@@ -71,7 +72,9 @@ def test_f64_a_restart_that_nobody_witnessed_is_used_at_once(crew: Crew, registr
     until(lambda: target("stats")["slots_used"] > 0)
     source.signal(signal.SIGSTOP)
     try:
+        (before,) = Registry(registry).instance(pair.source).workers
         again = another(crew, pair.source, registry)
+        until(lambda: Registry(registry).instance(pair.source).workers != (before,))
         assert fetch(again, pair.source, target, "u") < 2.0
         error = error_of(target, "wait", "t")
         assert error.kind is PeerLost

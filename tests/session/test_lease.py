@@ -94,7 +94,7 @@ def test_what_lands_after_the_lease_is_not_committed_although_nothing_else_says_
 
     def lose(sender: Peer, recipient: Peer, body: Message) -> bool:
         done.extend([body] if isinstance(body, ChunkDone) else [])
-        return sim.now > 1.0 and sender == source
+        return 1.0 < sim.now < 30.0 and sender == source
 
     sim.lose = lose
     while not (done and all(job.owner != source for job in sim.jobs) and not any(sim.wire.values())):
