@@ -10,6 +10,7 @@ from kvferry.layout.address import Address
 from kvferry.plan.digest import add
 from kvferry.plan.route import check_compatible
 from kvferry.session.core import ATTEMPT, EARLY_LIMIT, Core, Memory, failure, kind_of, told_by
+from kvferry.session.delivery import SILENT_S
 from kvferry.session.events import (
     Allow,
     Ended,
@@ -48,6 +49,7 @@ from kvferry.session.messages import (
     Peer,
     Ready,
 )
+from kvferry.session.registry import Entry
 from kvferry.session.slots import Lease
 from kvferry.session.source import covered
 
@@ -95,6 +97,8 @@ class Targets:
             if t.phase == "preparing" and not t.planning and key in t.names(self._own):
                 t.found[key] = event.entries
                 self.advance(t)
+            elif t.flows and key == (t.call.registry, t.call.source):
+                self._greet_later_starts(t, event.entries)
 
     def not_found(self, event: NotFound) -> None:
         for t in self.running.values():
@@ -164,7 +168,7 @@ class Targets:
         t = self.running.get(event.transfer)
         if t is None:
             return
-        t.phase = "matching"
+        t.phase, t.look_again_s = "matching", self._core.now + SILENT_S
         t.proof = event.proof
         t.digest = Digest(self._core.draw_grant(), event.whole) if self._digests else None
         left_s = max(0.0, t.deadline_s - self._core.now)
@@ -433,11 +437,26 @@ class Targets:
             problem = f"the deadline of {t.call.timeout_s:g} s has passed; {what}"
             self.fail(t, "timeout", problem, waiting)
         for t in [t for t in self.running.values() if t.look_again_s <= now]:
-            t.look_again_s = now + LOOK_AGAIN_S
-            self._look_up(t)
+            self._look_again(t)
         for transfer in [key for key, (_, end_s) in self._early.items() if end_s <= now]:
             del self._early[transfer]
         self._farewells.tick()
+
+    def _look_again(self, t: Incoming) -> None:
+        core = self._core
+        if t.phase == "preparing":
+            t.look_again_s = core.now + LOOK_AGAIN_S
+            return self._look_up(t)
+        t.look_again_s = core.now + SILENT_S
+        if any(core.delivery.silent_s(peer) for peer in t.flows):
+            core.out.append(Lookup(t.call.source, t.deadline_s, t.call.registry))
+
+    def _greet_later_starts(self, t: Incoming, entries: tuple[Entry, ...]) -> None:
+        """Of sources that may be silent since they are gone: their hello ends what runs with the earlier start."""
+        for peer, entry in zip(peers_of(entries), entries):
+            if peer not in self._core.known and any(follows(peer, source) for source in t.sources):
+                self._core.hello(peer, entry.address, entry.key, t.deadline_s)
+                self._core.problems.pop(peer, None)
 
     def next_s(self) -> float:
         deadlines = (t.due_s for t in self.running.values())

@@ -223,9 +223,9 @@ def test_one_slow_source_delays_nobody(crew: Crew, registry: str) -> None:
     start(pair, "t", (0, 8))
     until(lambda: target("stats")["slots_used"] > 0)
     began_s = time.monotonic()
-    fast("fill", [9, 10], 0, (0, 8))
-    fast("send", "u", [9, 10], 0, (0, 8), 10.0)
-    target("receive", "u", "fast", [9, 10], 0, (0, 8), 10.0)
+    fast("fill", [3, 4], 0, (0, 8))
+    fast("send", "u", [3, 4], 0, (0, 8), 10.0)
+    target("receive", "u", "fast", [3, 4], 0, (0, 8), 10.0)
     target("wait", "u")
     assert time.monotonic() - began_s < 3.0, "the slow transfer takes longer than that"
     target("abort", "t", "")

@@ -25,9 +25,9 @@ def another(crew: Crew, name: str, registry: str, **options: object) -> Member:
 def fetch(source: Member, name: str, target: Member, transfer: str, timeout_s: float = 10.0) -> float:
     """Eight tokens; how long that took."""
     began_s = time.monotonic()
-    source("fill", [9, 10], 0, (0, 8))
-    source("send", transfer, [9, 10], 0, (0, 8), timeout_s)
-    target("receive", transfer, name, [9, 10], 0, (0, 8), timeout_s)
+    source("fill", [3, 4], 0, (0, 8))
+    source("send", transfer, [3, 4], 0, (0, 8), timeout_s)
+    target("receive", transfer, name, [3, 4], 0, (0, 8), timeout_s)
     target("wait", transfer)
     return time.monotonic() - began_s
 
@@ -87,6 +87,25 @@ def test_f64_a_restart_that_nobody_witnessed_is_used_at_once(crew: Crew, registr
     until(all_free(target))
     until(lambda: target("stats")["peers"] == 1)
     fetch(again, pair.source, target, "v")
+
+
+@pytest.mark.slow
+def test_f64_what_waits_for_a_start_that_is_gone_ends_when_the_next_one_is_there(crew: Crew, registry: str) -> None:
+    """Nothing else is asked of the new start: the transfer itself looks for it."""
+    pair = open_pair(crew, registry, Shape(), Shape(), slot_bytes=64)
+    (source,), (target,) = pair.sources, pair.targets
+    target("connect", pair.source, timeout_s=10.0)
+    source.signal(signal.SIGSTOP)
+    try:
+        target("receive", "t", pair.source, [1, 2], 0, (0, 8), 40.0)
+        another(crew, pair.source, registry)
+        began_s = time.monotonic()
+        error = error_of(target, "wait", "t")
+        assert error.kind is PeerLost
+        assert f"it has been started again, as {pair.source}/" in error.text
+        assert time.monotonic() - began_s < 12
+    finally:
+        source.signal(signal.SIGCONT)
 
 
 @pytest.mark.slow
