@@ -12,7 +12,7 @@ from kvferry.cli.doctor.workers import LOCAL, OFFERS
 from kvferry.errors import IncompatibleError, PlanError
 from kvferry.layout.document import Instance, decode_msgpack
 from kvferry.plan.route import check_compatible, route
-from kvferry.session.shell import this_process
+from kvferry.session.deaths import this_process
 from kvferry.transport.base import Export
 
 AREA = "pairs"
