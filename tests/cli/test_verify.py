@@ -243,6 +243,17 @@ def test_cases_differ_in_pages_and_start_in_the_middle_of_them() -> None:
     assert full["pages at random"].wanted["full"].token_range[1] % 16
 
 
+def test_layers_of_a_group_may_have_tables_of_their_own() -> None:
+    document = attention("tp=1,pages=30", "p")
+    pool = document.workers[0].pools[0]
+    first, second = (msgspec.structs.replace(pool, buffers=pool.buffers[i : i + 2], table=f"t{i}") for i in (0, 2))
+    pools = (first, second, *document.workers[0].pools[1:])
+    document = msgspec.structs.replace(document, workers=(msgspec.structs.replace(document.workers[0], pools=pools),))
+    for case in make_cases(document, document):
+        assert ("t0" in case.source.tables) == ("t2" in case.target.tables) == (pool.group in case.groups)
+        check_request(Request("kvferry-request/1", case.wanted, case.source, case.target), document, document)
+
+
 def test_page_tables_never_share_a_page() -> None:
     pages = [set(room.pages) for room in rooms(made_up("all", "tp=1,pages=30", "p")).values()]
     assert sum(map(len, pages)) == len(set().union(*pages))

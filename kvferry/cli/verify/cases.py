@@ -104,7 +104,7 @@ class _Maker:
         self._sides = {"source": source, "target": target}
         self._rooms = {side: rooms(instance) for side, instance in self._sides.items()}
         self._names = {
-            side: {group.name: _table_name(instance, group.name) for group in groups}
+            side: {group.name: _table_names(instance, group.name) for group in groups}
             for side, instance in self._sides.items()
         }
 
@@ -120,9 +120,9 @@ class _Maker:
             return Wanted(position=POSITION)
         if group.name not in names:
             return Wanted((0, 0))
-        pair = [self._rooms[side][self._names[side][group.name]] for side in ("source", "target")]
-        page = max(room.step for room in pair)
-        room_for = min(room.tokens for room in pair)
+        all_rooms = [self._rooms[side][name] for side in self._names for name in self._names[side][group.name]]
+        page = max(room.step for room in all_rooms)
+        room_for = min(room.tokens for room in all_rooms)
         stop = max(1, min(room_for, most or PAGES * page + page // 2 + 1))
         # a prefix ends, and a window begins, in the middle of a page of either side
         starts = {"all": 0, "prefix": min(page + page // 3 + 1, stop - 1), "one": stop // 2}
@@ -133,9 +133,9 @@ class _Maker:
         spans: dict[str, tuple[int, int]] = {}
         for name, want in wanted.items():
             start, stop = want.token_range
-            if start < stop:
-                low, high = spans.get(self._names[side][name], (start, stop))
-                spans[self._names[side][name]] = min(start, low), max(stop, high)
+            for table in self._names[side][name] if start < stop else ():
+                low, high = spans.get(table, (start, stop))
+                spans[table] = min(start, low), max(stop, high)
         order = kind.source if side == "source" else kind.target
         draw = np.random.default_rng(seed)
         # a source that has the whole prompt, or in a window only its pages; a target whose table begins where it must
@@ -185,8 +185,10 @@ def _ordered(pages: Sequence[int], count: int, order: str, draw: np.random.Gener
     return [spread[index // 2 if index % 2 == 0 else count - 1 - index // 2] for index in range(count)]
 
 
-def _table_name(instance: Instance, group: str) -> str:
-    return next(pool.table_name for worker in instance.workers for pool in worker.pools if pool.group == group)
+def _table_names(instance: Instance, group: str) -> tuple[str, ...]:
+    """A group's layers may be in several."""
+    pools = (pool for worker in instance.workers for pool in worker.pools)
+    return tuple(dict.fromkeys(pool.table_name for pool in pools if pool.group == group))
 
 
 def _token_bytes(group: Group) -> int:
