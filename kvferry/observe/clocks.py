@@ -31,13 +31,17 @@ class Clock(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Clocks:
-    """`ahead_s`: by boot, of its wall clock against the first's."""
+    """By machine: `wall_s`, what its wall clock showed when its monotonic clock began, and `ahead_s`, by how much that
+    is ahead of the first machine's.
+    """
 
+    wall_s: dict[str, float]
     ahead_s: dict[str, float]
     hosts: tuple[Clock, ...]
 
     def time(self, log: Log, record: Record) -> float:
-        return _wall(log, record.mono_s) - self.ahead_s.get(_machine(log), 0.0)
+        """By the first machine's wall clock."""
+        return self.wall_s[_machine(log)] + record.mono_s - self.ahead_s[_machine(log)]
 
 
 def common_clock(logs: Sequence[Log], transfer: str) -> Clocks:
@@ -47,7 +51,10 @@ def common_clock(logs: Sequence[Log], transfer: str) -> Clocks:
     ahead, errors = dict.fromkeys(left[:1], 0.0), dict.fromkeys(left[:1], 0.0)
     del left[:1]
     found = []
-    said, heard = _firsts(logs, transfer, " sent"), _firsts(logs, transfer, " heard")
+    wall_s: dict[str, float] = {}
+    for log in logs:  # one word for each machine: its clock may have been set between two logs
+        wall_s.setdefault(_machine(log), log.head.wall_s - log.head.mono_s)
+    said, heard = _firsts(logs, transfer, " sent", wall_s), _firsts(logs, transfer, " heard", wall_s)
     while left:
         pairs = [(placed, other, *_bounds(said, heard, placed, other)) for placed in ahead for other in left]
         placed, other, low, high = min(pairs, key=lambda pair: pair[3] - pair[2] if pair[2] <= pair[3] else math.inf)
@@ -56,7 +63,7 @@ def common_clock(logs: Sequence[Log], transfer: str) -> Clocks:
         errors[other] = errors[placed] + (high - low) / 2 if known else math.inf
         left.remove(other)
         found.append(Clock(hosts[other], ahead[other], errors[other] if math.isfinite(errors[other]) else None))
-    return Clocks(ahead, tuple(found))
+    return Clocks(wall_s, ahead, tuple(found))
 
 
 _Heard = dict[tuple[str, str, str], tuple[str, float]]
@@ -75,7 +82,7 @@ def _bounds(said: _Heard, heard: _Heard, first: str, other: str) -> tuple[float,
     return low, high
 
 
-def _firsts(logs: Sequence[Log], transfer: str, how: str) -> _Heard:
+def _firsts(logs: Sequence[Log], transfer: str, how: str, wall_s: dict[str, float]) -> _Heard:
     """When each kind of message was first said, or first heard. Whatever was lost on the way, the first that was heard
     is no older than the first that was said. Logs that have forgotten the transfer's beginning don't know the first.
     """
@@ -87,14 +94,10 @@ def _firsts(logs: Sequence[Log], transfer: str, how: str) -> _Heard:
         for record in records:
             if record.event.endswith(how) and record.peer:
                 ends = (log.head.worker, record.peer) if how == " sent" else (record.peer, log.head.worker)
-                found.setdefault((*ends, record.event.removesuffix(how)), (_machine(log), _wall(log, record.mono_s)))
+                at_s = wall_s[_machine(log)] + record.mono_s
+                found.setdefault((*ends, record.event.removesuffix(how)), (_machine(log), at_s))
     return found
 
 
 def _machine(log: Log) -> str:
     return log.head.boot or log.head.host
-
-
-def _wall(log: Log, mono_s: float) -> float:
-    """By the clock as it was when the log was written: the wall clock may have been set since the record."""
-    return log.head.wall_s - (log.head.mono_s - mono_s)

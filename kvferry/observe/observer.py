@@ -303,15 +303,14 @@ class Observer:
         self._arrived(track, nbytes, copies, now)
 
     def _landed_in_pages(self, transfer: str, now: float) -> None:
-        """A piece that needed no scatter is in its pages as soon as the source has said so."""
+        """A piece that needs no scatter is in its pages as soon as the source has said so."""
         incoming, track = self._machine.targets.running.get(transfer), self.tracks.get(("target", transfer))
-        if track is not None and incoming is not None and any(f.shipment.runs for f in incoming.flows.values()):
-            nbytes, track.landed_bytes = incoming.bytes - track.landed_bytes, incoming.bytes
-            if nbytes:
-                self._arrived(track, nbytes, 0, now)
+        if track is not None and incoming is not None and incoming.bytes > track.landed_bytes:
+            self._arrived(track, incoming.bytes - track.landed_bytes, 0, now)
 
     def _arrived(self, track: Track, nbytes: int, copies: int, now: float) -> None:
         """`copies` out of a slot; none where the source wrote straight into the pages."""
+        track.landed_bytes += nbytes
         self._moved("target", "", bool(copies), nbytes, copies)
         if track.under_way:
             track.under_way -= 1
@@ -387,9 +386,8 @@ class Observer:
             self.failed(transfer)
 
     def _report(self, role: Role, report: Report, track: Track | None, now: float) -> dict[str, Value]:
-        if role == "target" and track is not None and track.landed_bytes:  # the last piece ended the transfer
-            if report.bytes > track.landed_bytes:
-                self._arrived(track, report.bytes - track.landed_bytes, 0, now)
+        if role == "target" and track is not None and report.bytes > track.landed_bytes:
+            self._arrived(track, report.bytes - track.landed_bytes, 0, now)  # the piece in pages that ended it
         return {"copies": report.copies, "chunks": report.chunks, "seconds": round(report.seconds, 6)}
 
     def _released(self, action: Released, now: float) -> None:

@@ -74,7 +74,7 @@ def test_what_runs_is_listed_with_what_it_waits_for(duo: Open, capsys: pytest.Ca
     assert capsys.readouterr().out == "nothing runs; 0 workers asked\n"
     pair = duo()
     pair.decode.receive("early", pair.prefill_name, [0], 0, (0, 4), 20.0)
-    _until(lambda: any(state.phase == "matching" for log in pair.logs() for state in log.states))
+    _until(lambda: all(any(state.phase == "matching" for state in log.states) for log in pair.logs()))
     assert main(["trace"]) == 0
     text = capsys.readouterr().out
     assert f"for ready, which comes after its send() from {pair.prefill_name}/0" in text
