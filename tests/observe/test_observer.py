@@ -164,10 +164,11 @@ def test_a_failure_is_written_down_and_its_files_are_bounded(duo: Open, tmp_path
 
 def test_only_the_newest_files_of_a_worker_are_kept(duo: Open, tmp_path: Path) -> None:
     log, _ = duo().logs()
-    mine, other = Files(tmp_path, "p", 0, keep=3), Files(tmp_path, "p", 1, keep=3)
+    folder = tmp_path / "failures"
+    mine, other = Files(folder, "p", 0, keep=3), Files(folder, "p", 1, keep=3)
     first = other.write(log)
     written = [mine.write(log) for _ in range(5)]
-    assert sorted(tmp_path.iterdir()) == sorted([first, *written[2:]])
+    assert sorted(folder.iterdir()) == sorted([first, *written[2:]])
 
 
 def test_no_secret_is_in_any_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
