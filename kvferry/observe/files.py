@@ -27,7 +27,7 @@ class Files:
         """OSError where it can't be written."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         name = f"{self._prefix}{time.time_ns():020d}-{os.getpid()}-{next(self._numbers)}{SUFFIX}"
-        path, unfinished = self._folder / name, self._folder / f".{name}"
+        path, unfinished = self._folder / name, self._folder / f"{name}.unfinished"
         descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(encode_log(log))
