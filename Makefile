@@ -53,14 +53,14 @@ test-demo: $(READY)
 
 # real processes that are killed, stopped, cut off or aborted in each phase; every two values of two axes meet
 test-faults: $(NIXL_READY)
-	$(BIN)/python -m pytest -rs -m faults tests/faults
+	$(BIN)/python -m pytest -rs -m faults tests/faults tests/cli/test_soak.py
 
 # broken input for every decoder and server; FUZZ_SEED=N tries others
 test-fuzz: $(READY)
 	FUZZ_INPUTS=$${FUZZ_INPUTS:-100000} $(BIN)/python -m pytest -q tests/fuzz
 
-# everything else that is marked slow
-test-long: $(READY)
+# everything else that is marked slow, all cells of the fault matrix among it, with NIXL (about half an hour)
+test-long: $(NIXL_READY)
 	FUZZ_INPUTS=1000000 $(MAKE) test-fuzz
 	$(BIN)/python -m pytest -m "slow and not vllm and not sglang and not docs and not browser and not package" --ignore tests/transport
 

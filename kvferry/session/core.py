@@ -184,11 +184,6 @@ class Core:
         self._hellos[peer] = _Hello(self.now + HELLO_S, HELLO_S, until_s)
         self.send(peer, Hello(self.card))
 
-    def give_up(self, peer: Peer) -> None:
-        """Nobody waits for an answer to our hello any more."""
-        if self._hellos.pop(peer, None) is not None:
-            self._hang_up(peer)
-
     def on_hello(self, peer: Peer, body: Hello) -> bool:
         """Whether the peer is known now that was not before."""
         new = self._accept(peer, body.card)
@@ -218,6 +213,7 @@ class Core:
         self._hellos.pop(peer, None)
         self.problems.pop(peer, None)
         self.known[peer] = card
+        self._give_up_earlier_starts(peer)
         self.delivery.open(peer)
         if card.process is not None:
             self.out.append(Watch(peer, card.process))
@@ -231,6 +227,13 @@ class Core:
     def _superseded_by(self, peer: Peer, card: Card) -> str:
         later = next((p for p, known in self.known.items() if _is_earlier(peer, p) and known.key == card.key), None)
         return f"a later start of this worker is known, {later}" if later else ""
+
+    def _give_up_earlier_starts(self, peer: Peer) -> None:
+        """A worker that has answered has no earlier start that would."""
+        for old in list(self._hellos):
+            if _is_earlier(old, peer):
+                del self._hellos[old]
+                self._hang_up(old)
 
     def barred(self, peer: Peer, problem: str) -> None:
         """The peer's socket has refused our line for good."""

@@ -130,11 +130,7 @@ class Targets:
             del t.found[self._own]
             core.out.append(Lookup(core.me.instance, t.deadline_s))
             return
-        superseded = {*t.sources, *t.ranks}
         t.sources, t.ranks = peers_of(source), peers_of(own)
-        for peer in superseded - {*t.sources, *t.ranks}:
-            if not self.runs_with(peer):
-                core.give_up(peer)
         absent = []
         for peer, entry in zip(t.sources + t.ranks, (*source, *own)):
             if peer == core.me or core.knows(peer, entry.key):

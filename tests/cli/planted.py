@@ -47,11 +47,11 @@ class LeaksASlot(Worker):
 
 
 class FailsWithoutReason(Worker):
-    """A request is refused though nothing was done to it."""
+    """Requests of one instance are aborted though nobody has asked for it."""
 
     def send(self, request: Request) -> None:
         super().send(request)
-        if hit(request.id):
+        if request.source == "prefill-b":
             self.abort(request.id)
 
 

@@ -6,7 +6,8 @@ import argparse
 import secrets
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -39,8 +40,7 @@ def run(args: argparse.Namespace, make: Callable[[], Worker] = Worker) -> int:
     seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
     settings = Settings(args.minutes, seed, args.transport, make)
     outcome = Outcome(settings)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    with Progress(sys.stderr) as progress:
+    with Progress(sys.stderr) as progress, interrupts() as interrupted:
         progress.total = 1000
 
         def say(line: str) -> None:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, make: Callable[[], Worker] = Worker) -> int:
             progress.say(line)
 
         progress.say(f"starting the processes; seed {seed}")
-        soak(settings, outcome, say)
+        soak(settings, outcome, say, interrupted)
     report = report_of(outcome)
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(report), indent=1).decode())
@@ -57,6 +57,24 @@ def run(args: argparse.Namespace, make: Callable[[], Worker] = Worker) -> int:
     if not report.good:
         return EXIT_NOT_GOOD
     return EXIT_INTERRUPTED if report.interrupted else 0
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C, or SIGTERM, has come. The second one ends everything at once."""
+    seen: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _minutes(text: str) -> float:

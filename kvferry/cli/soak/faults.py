@@ -64,7 +64,7 @@ class Faults:
         )
 
     def _open(self) -> list[Fault]:
-        return [fault for fault in self.log[-4 * AT_ONCE :] if fault.mended_s is None]
+        return [fault for fault in self.log if fault.mended_s is None]
 
     def _hurt(self, seat: Seat, now: float) -> str:
         rng = self._rng

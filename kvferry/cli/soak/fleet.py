@@ -66,9 +66,9 @@ class Seat:
         return self.state != "dead"
 
     def start(self) -> None:
+        self._member = Member(self.name, self._make)
         self.starts += 1
         self.state = "starting"
-        self._member = Member(self.name, self._make)
         self._ask("open", *self._opening)
 
     def stop(self) -> None:

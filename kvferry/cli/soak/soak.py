@@ -67,8 +67,16 @@ class Outcome:
 
 
 class Soak:
-    def __init__(self, settings: Settings, fleet: Fleet, outcome: Outcome, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        outcome: Outcome,
+        say: Callable[[str], None],
+        enough: Callable[[], bool] = lambda: False,
+    ) -> None:
         rng = random.Random(settings.seed)
+        self._enough = enough
         self._rng, self._fleet, self._outcome, self._say = rng, fleet, outcome, say
         self._load = Load(rng, SHAPES)
         self._faults = Faults(rng, fleet, time.monotonic())
@@ -77,24 +85,20 @@ class Soak:
         self._length_s = settings.minutes * 60
 
     def run(self) -> None:
-        """Until its time is over, or Ctrl-C: then it comes to rest, and looks at everything once more."""
-        try:
-            self._come_to_rest()  # also waits until everybody is there
-            self._began_s = time.monotonic()
-            while (left_s := self._length_s - self._elapsed_s()) > 0:
-                self._round(min(left_s, ROUND_S, max(3.0, self._length_s / 3)))
-                self._come_to_rest()
-        except KeyboardInterrupt:
-            self._outcome.interrupted = True
-            self._say("interrupted: coming to rest")
+        """Until its time is over or somebody has had enough; then everything is looked at once more."""
+        self._come_to_rest()  # also waits until everybody is there
+        self._began_s = time.monotonic()
+        while (left_s := self._length_s - self._elapsed_s()) > 0 and not self._enough():
+            self._round(min(left_s, ROUND_S, max(3.0, self._length_s / 3)))
             self._come_to_rest()
+        self._outcome.interrupted = self._enough()
 
     # a round
 
     def _round(self, seconds: float) -> None:
         end_s = time.monotonic() + seconds
         next_s = 0.0
-        while (now := time.monotonic()) < end_s:
+        while (now := time.monotonic()) < end_s and not self._enough():
             for seat in self._faults.tick(now):
                 self._outcome.restarts += 1
                 self._gone(seat)
@@ -180,6 +184,7 @@ class Soak:
     def _come_to_rest(self) -> None:
         """Everybody goes on, everything ends, and nothing may be left."""
         self._faults.heal(time.monotonic())
+        self._fleet.heal()
         self._wait_for_ends()
         for seat in self._fleet.workers:  # what is measured should not depend on who has talked to whom already
             self._until(lambda seat=seat: seat.state == "open", HUNG_S)  # type: ignore[misc]
@@ -266,7 +271,9 @@ class Soak:
         )
 
 
-def soak(settings: Settings, outcome: Outcome, say: Callable[[str], None]) -> None:
-    """Fills `outcome` as it goes."""
+def soak(
+    settings: Settings, outcome: Outcome, say: Callable[[str], None], enough: Callable[[], bool] = lambda: False
+) -> None:
+    """Fills `outcome` as it goes. `enough`: whether it should come to its end."""
     with Fleet(SHAPES, settings.transport, settings.make) as fleet:
-        Soak(settings, fleet, outcome, say).run()
+        Soak(settings, fleet, outcome, say, enough).run()
