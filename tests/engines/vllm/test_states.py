@@ -225,3 +225,37 @@ def test_f40_a_latent_has_no_head_and_lies_whole_on_every_rank(shape: tuple[int,
     assert pool.owned == {} and pool.page_tokens == BLOCK_TOKENS
     with pytest.raises(EngineError, match="expected 12 blocks of 8 tokens, 576 numbers each"):
         read_pieces([layer], {layer.name: tensor[..., :500]}, BLOCKS, Split(1, 2, 1))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2)], ids=lambda s: f"tp{s[0]}-to-tp{s[1]}")
+def test_f40_latents_are_taken_from_one_worker_and_kept_by_all(sizes: tuple[int, int]) -> None:
+    def rank(name: str, tp: int, number: int, block_tokens: int, registry: str) -> tuple[WorkerSide, Any]:
+        layer = CachedLayer("layers.0.attn", 0, 0, "latent", "MLA", 1, DIM, 0, block_tokens)
+        tensor = torch.zeros(BLOCKS, 1, block_tokens, DIM)
+        pieces = read_pieces([layer], {layer.name: tensor}, BLOCKS, Split(number, tp, 1))
+        groups = merge_groups([read_groups(pieces)])
+        worker = read_worker(number, pieces, groups)
+        document = check_instance(Instance("kvferry-instance/1", name, "m", tuple(groups.values()), (worker,)))
+        endpoint = open_endpoint(document, number, HostMemory([map_array(tensor)]), tp, registry, OPTIONS)
+        return WorkerSide(endpoint, groups, [BlockTable("latent", block_tokens)], OPTIONS), tensor
+
+    with RegistryServer() as one, RegistryServer() as other, ExitStack() as opened:
+        prefill = [rank("p", sizes[0], number, 8, one.url) for number in range(sizes[0])]
+        decode = [rank("d", sizes[1], number, 4, other.url) for number in range(sizes[1])]
+        for side, _ in [*prefill, *decode]:
+            opened.callback(side.close)
+        latent = torch.arange(32 * DIM, dtype=torch.float32).reshape(4, 1, 8, DIM) + 1
+        for side, tensor in prefill:
+            tensor[list(SENT)] = latent
+            side.submit(Orders(sends=(SendOrder("r", "p/r", TOKENS, (SENT,)),)))
+        into = (1, 8, 3, 6, 2, 5, 7)
+        for side, _ in decode:
+            side.submit(Orders(loads=(LoadOrder("d", "p/r", "p", one.url, 0, TOKENS - 1, (into,)),)))
+        bytes_taken = 0
+        for side, tensor in decode:
+            one_side: Any = Rank(side, "", None, None, None)
+            assert until(one_side, lambda ended: bool(ended.received)).failed_blocks == set()
+            bytes_taken += side.moved().received_bytes
+            got = tensor[list(into)].reshape(-1, DIM)[: TOKENS - 1]
+            assert torch.equal(got, latent.reshape(-1, DIM)[: TOKENS - 1])
+        assert bytes_taken == sizes[1] * (TOKENS - 1) * DIM * 4
