@@ -115,8 +115,8 @@ def test_a_prompt_of_one_token_has_no_state_before_it(states: Pair) -> None:
 
 @pytest.mark.parametrize("turned", [False, True], ids=["tp1-to-tp2", "tp2-to-tp1"])
 def test_latents_cross_once_for_each_worker_that_keeps_them(latents: Pair, turned: bool) -> None:
-    """vLLM computes the tokens of a prompt by one kernel and those of an answer by another. Decode computes the last token
-    of a prompt as one of an answer; so here the plain server is asked for the prompt without it.
+    """vLLM computes the tokens of a prompt by one kernel and those of an answer by another. Decode computes the last
+    token of a prompt as one of an answer; so here the plain server is asked for the prompt without it.
     """
     source, target = latents[::-1] if turned else latents
     for length in LENGTHS:
