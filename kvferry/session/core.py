@@ -173,6 +173,8 @@ class Core:
                 f"the registry names the public key {key!r} for {peer}, which came with {self.known[peer].key!r}"
             )
             return
+        if any(_is_earlier(peer, known) and card.key == key for known, card in self.known.items()):
+            return  # whoever told us of it is about to hear of the later start
         pending = self._hellos.get(peer)
         if pending is not None:
             pending.until_s = max(pending.until_s, until_s)

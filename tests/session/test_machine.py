@@ -400,3 +400,16 @@ def test_a_leader_that_was_stopped_does_not_commit_after_the_deadline() -> None:
     sim.now += 11
     sim.event(leader, Received(follower, leader, Landed("a", 1)))
     assert isinstance(ends(sim)[leader, "a"].error, TransferTimeout)
+
+
+def test_a_start_that_a_later_one_has_followed_is_greeted_no_more() -> None:
+    """An abort looks for peers that the registry named before the restart; a hello to them would be repeated for long."""
+    sim = make(1, 1)
+    (source,), (target,) = sim.peers("p"), sim.peers("d")
+    run(sim, "a")
+    core = sim.machines[target].core
+    assert source in core.known
+    core.hello(Peer("p", 0, 0), "tcp://127.0.0.1:999", "", sim.now + 60)
+    assert not core._hellos and not core.problems
+    core.hello(Peer("p", 2, 0), "tcp://127.0.0.1:999", "", sim.now + 60)
+    assert list(core._hellos) == [Peer("p", 2, 0)]
