@@ -403,7 +403,7 @@ def test_a_leader_that_was_stopped_does_not_commit_after_the_deadline() -> None:
 
 
 def test_a_start_that_a_later_one_has_followed_is_greeted_no_more() -> None:
-    """An abort looks for peers that the registry named before the restart; a hello to them would be repeated for long."""
+    """An abort looks for peers that the registry named before the restart; a hello to them would go on for long."""
     sim = make(1, 1)
     (source,), (target,) = sim.peers("p"), sim.peers("d")
     run(sim, "a")
