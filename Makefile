@@ -8,7 +8,7 @@ NIXL_READY := $(VENV)/.nixl-ready
 DOCS_READY := $(DOCS_VENV)/.ready
 PIP_INSTALL := -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: demo test test-transports test-vllm test-sglang test-engines test-engines-long test-engines-nixl test-demo test-faults test-fuzz test-long test-docs test-package lint docs clean
+.PHONY: demo test test-transports test-vllm test-sglang test-engines test-engines-long test-engines-nixl test-demo test-faults test-fuzz test-slow test-long test-docs test-package lint docs clean
 
 demo: $(READY)
 	$(BIN)/kvferry demo
@@ -59,10 +59,14 @@ test-faults: $(NIXL_READY)
 test-fuzz: $(READY)
 	FUZZ_INPUTS=$${FUZZ_INPUTS:-100000} $(BIN)/python -m pytest -q tests/fuzz
 
-# everything else that is marked slow, all cells of the fault matrix among it, with NIXL (about half an hour)
+# what takes longer and has no target of its own
+test-slow: $(NIXL_READY)
+	$(BIN)/python -m pytest -rs -m "slow and not long and not faults and not vllm and not sglang and not docs and not browser and not package" --ignore tests/transport
+
+# what is too long for each change: all cells of the fault matrix (about 25 minutes), many histories, a million broken inputs
 test-long: $(NIXL_READY)
 	FUZZ_INPUTS=1000000 $(MAKE) test-fuzz
-	$(BIN)/python -m pytest -m "slow and not vllm and not sglang and not docs and not browser and not package" --ignore tests/transport
+	$(BIN)/python -m pytest -rs -m "long and not vllm and not sglang"
 
 # what the pages show and takes longer, and the pages themselves in a browser (left out, with the reason, where there is none)
 test-docs: docs $(READY)

@@ -20,9 +20,7 @@ def parameters() -> list[object]:
     chosen = set(covering())
     found = []
     for cell in every_cell():
-        marks = [pytest.mark.slow]
-        if cell in chosen:
-            marks.append(pytest.mark.faults)
+        marks = [pytest.mark.slow, pytest.mark.faults if cell in chosen else pytest.mark.long]
         if cell.transport == "nixl":
             marks.append(NEEDS_NIXL)
         found.append(pytest.param(cell, marks=marks, id=str(cell).replace(" ", "-")))

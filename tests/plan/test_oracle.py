@@ -83,6 +83,7 @@ def test_random_cases_are_worth_their_name() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_many_seeds() -> None:
     for seed in range(max(EXAMPLES, 20_000)):
