@@ -1,4 +1,4 @@
-"""The demo as a user runs it, in a process of its own. A tiny random model by default; the real one is marked slow."""
+"""The demo as a user runs it, in a process of its own. Those that start it are marked slow."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ def demo(*options: str, timeout_s: float = 250) -> subprocess.CompletedProcess[s
     return subprocess.run([*DEMO, *options], capture_output=True, text=True, timeout=timeout_s)
 
 
+@pytest.mark.slow
 def test_json_of_a_tiny_model(tiny_model: Path) -> None:
     done = demo(
         *("--model", str(tiny_model), "--json", "--prompt", "Where are we?", "--prompt", "Who?"),
@@ -115,6 +116,7 @@ def running(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen
         process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["starting", "decoding"])
 def test_ctrl_c_leaves_nothing(running: Any, moment: str) -> None:
     process, log = running
@@ -130,6 +132,7 @@ def test_ctrl_c_leaves_nothing(running: Any, moment: str) -> None:
     assert "Traceback" not in log.read_text()
 
 
+@pytest.mark.slow
 def test_workers_die_with_a_killed_demo(running: Any) -> None:
     process, _ = running
     os.kill(process.pid, signal.SIGKILL)
