@@ -29,7 +29,7 @@ WAITING_S = 6
 
 STOPPER = '''
 """Stops its scheduler in the middle of the next write, half of a piece in decode's slot, while a file says so."""
-import os, pathlib, signal
+import os, pathlib, signal, time
 
 def load():
     from kvferry.session import writing
@@ -47,6 +47,7 @@ def load():
             out[len(out) // 2:] = 0
             (folder / "stopped").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.5)  # the main thread takes the signal, and stops the others only when it is scheduled
             out[len(out) // 2:] = rest
         return honest(self, link, job, copies, stopping)
 
