@@ -18,7 +18,7 @@ import pytest
 from tests.engines.sglang.park import PROMPTS, Tokens, all_at_once, one_by_one, through
 from tests.engines.sglang.servers import Server, generate, healthy
 
-pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slow, pytest.mark.sglang, pytest.mark.long, pytest.mark.timeout(500)]
 KINDS = ("sliding", "latent", "gated")
 MAKE = Path(__file__).parent / "make_models.py"
 Start = Callable[..., Server]
