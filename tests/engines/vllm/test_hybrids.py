@@ -115,8 +115,8 @@ def test_a_prompt_of_one_token_has_no_state_before_it(states: Pair) -> None:
 
 @pytest.mark.parametrize("turned", [False, True], ids=["tp1-to-tp2", "tp2-to-tp1"])
 def test_latents_cross_once_for_each_worker_that_keeps_them(latents: Pair, turned: bool) -> None:
-    """Tokens are not compared: on CPUs vLLM computes a prompt by one kernel and an answer by another, and random weights
-    make little of that much. Which bytes go where is compared on made-up tensors (test_states, test_layout).
+    """Tokens are not compared: on CPUs vLLM computes a prompt by one kernel and an answer by another, and random
+    weights make much of little. Which bytes go where is compared on made-up tensors (test_states, test_layout).
     """
     source, target = latents[::-1] if turned else latents
     for length in LENGTHS:
