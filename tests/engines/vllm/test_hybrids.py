@@ -113,6 +113,7 @@ def test_a_prompt_of_one_token_has_no_state_before_it(states: Pair) -> None:
     assert tokens_of(target.complete([5])) == tokens_of(source.complete([5]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("turned", [False, True], ids=["tp1-to-tp2", "tp2-to-tp1"])
 def test_latents_cross_once_for_each_worker_that_keeps_them(latents: Pair, turned: bool) -> None:
     """Tokens are not compared: on CPUs vLLM computes a prompt by one kernel and an answer by another, and random
