@@ -52,7 +52,7 @@ class Worker:
         self.start(folder, port)
 
     def start(self, folder: str, port: int) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # each way has its own
 
     def fill(self, seed: int) -> None:
         import torch

@@ -6,7 +6,6 @@ One control thread owns the sockets and the machine. What takes time is done by 
 from __future__ import annotations
 
 import math
-import os
 import queue
 import secrets
 import threading
@@ -73,7 +72,7 @@ from kvferry.session.machine import Machine
 from kvferry.session.messages import GRANT_BYTES, Card, Peer, Role, decode, encode
 from kvferry.session.prepare import Preparer
 from kvferry.session.registry import Entry
-from kvferry.session.shell import LOG, Rendezvous
+from kvferry.session.shell import LOG, Bell, Rendezvous
 from kvferry.session.source import EARLY_MAX_S, SOURCE_SAYS
 from kvferry.session.transfer import Transfer
 from kvferry.transport.base import Memory, open_transport
@@ -156,11 +155,8 @@ class Endpoint:
         self._observer = Observer(self._machine)
         self._lock = threading.Lock()
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._wake_r, self._wake_w = os.pipe()
-        self._wake_lock = threading.Lock()
-        os.set_blocking(self._wake_r, False)
-        os.set_blocking(self._wake_w, False)
-        self._poller.register(self._wake_r, zmq.POLLIN)
+        self._bell = Bell()
+        self._poller.register(self._bell.descriptor, zmq.POLLIN)
         self._deaths = Deaths(self._poller)
         self._transfers: dict[tuple[Role, str], Transfer] = {}
         self._finished: list[Transfer] = []
@@ -320,10 +316,7 @@ class Endpoint:
             # these addresses must not be used for anything else while somebody may still write there
             _IN_DOUBT.append(self._staging)
             LOG.warning("%s: landing memory stays mapped, a writer is in doubt", self._me)
-        with self._wake_lock:
-            os.close(self._wake_w)
-            self._wake_w = -1
-        os.close(self._wake_r)
+        self._bell.close()
         self._deaths.close()
         self._lines.end()
         for transfer in self._transfers.values():
@@ -360,13 +353,7 @@ class Endpoint:
 
     def _post(self, event: Event | None) -> None:
         self._events.put(event)
-        with self._wake_lock:
-            if self._wake_w < 0:
-                return  # closed: nobody listens, and the number may be somebody else's descriptor by now
-            try:
-                os.write(self._wake_w, b"\0")
-            except BlockingIOError:
-                pass  # the pipe is full of wake-ups already
+        self._bell.ring()
 
     def _run(self) -> None:
         end_s = math.inf
@@ -389,8 +376,8 @@ class Endpoint:
         ready = dict(self._poller.poll(None if wait_s == math.inf else max(0, math.ceil(wait_s * 1000))))
         # first: what follows may close a watch, and its number may then be another one's
         self._deaths.witness(ready, now_s())
-        if self._wake_r in ready:
-            os.read(self._wake_r, 65536)
+        if self._bell.descriptor in ready:
+            self._bell.still()
         while not self._events.empty():
             event = self._events.get()
             if event is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -18,6 +19,34 @@ LOG = logging.getLogger("kvferry.session")
 LOOKUP_S = 0.05
 LOOKUP_MAX_S = 0.25
 """A registry that doesn't know an instance yet is asked again after this time, at first sooner."""
+
+
+class Bell:
+    """Wakes the thread that polls `descriptor`, from any other."""
+
+    def __init__(self) -> None:
+        self.descriptor, self._rope = os.pipe()
+        self._lock = threading.Lock()
+        os.set_blocking(self.descriptor, False)
+        os.set_blocking(self._rope, False)
+
+    def ring(self) -> None:
+        with self._lock:
+            if self._rope < 0:
+                return  # closed: nobody listens, and the number may be somebody else's descriptor by now
+            try:
+                os.write(self._rope, b"\0")
+            except BlockingIOError:
+                pass  # the pipe is full of wake-ups already
+
+    def still(self) -> None:
+        os.read(self.descriptor, 65536)
+
+    def close(self) -> None:
+        with self._lock:
+            os.close(self._rope)
+            self._rope = -1
+        os.close(self.descriptor)
 
 
 class JobThreads:

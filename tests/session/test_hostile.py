@@ -99,7 +99,7 @@ def test_a_closed_endpoint_writes_to_no_descriptor(registry: str) -> None:
     document = instance("gone", Shape(), (pool.worker(),))
     endpoint = Endpoint(document, 0, HostMemory([map_array(pool.bytes_view)]), world=1, registry=registry)
     transfer = endpoint.send("a", {"attn": Wanted((0, 4))}, table([0]), timeout_s=30)
-    number = endpoint._wake_w
+    number = endpoint._bell._rope
     endpoint.close()
     ends = os.pipe()
     if number not in ends:

@@ -39,7 +39,7 @@ def ask(
             return [_way_missing(answer, error) for answer in answers], answers
         opened.callback(own.close)
         checks = [
-            Check(AREA, name_of(answer), lambda answer=answer: [_finding(answer, own, speeds)], WAY_S)  # type: ignore[misc]
+            Check(AREA, name_of(answer), lambda answer=answer: [_finding(answer, own, speeds)], WAY_S)  # type: ignore[misc]  # bound now
             for answer in answers
         ]
         return run_checks(checks), answers

@@ -187,7 +187,7 @@ class Soak:
         self._fleet.heal()
         self._wait_for_ends()
         for seat in self._fleet.workers:  # what is measured should not depend on who has talked to whom already
-            self._until(lambda seat=seat: seat.state == "open", HUNG_S)  # type: ignore[misc]
+            self._until(lambda seat=seat: seat.state == "open", HUNG_S)  # type: ignore[misc]  # bound now
         for source in SOURCES:
             self._cross(source)
         self._count()
