@@ -127,7 +127,8 @@ def test_every_page_is_reached_from_the_first_one(browser: Any, site: str, seen:
 def test_search_finds_an_error(browser: Any, site: str, seen: Seen) -> None:
     page = open_page(browser, seen, f"{site}/index.html", 1280)
     try:
-        page.locator("input.md-search__input").fill("TransferCorrupted")
+        # Typed key by key: the search reads its field at a keyup, and filling a field gives none.
+        page.locator("input.md-search__input").press_sequentially("TransferCorrupted")
         page.locator(".md-search-result__item a").first.wait_for(timeout=20_000)
         found = page.locator(".md-search-result__item").all_inner_texts()
         assert any("fails" in text for text in found), found
