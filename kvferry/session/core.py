@@ -23,7 +23,7 @@ from kvferry.errors import (
 from kvferry.layout.address import Address
 from kvferry.layout.document import Instance
 from kvferry.layout.validate import check_instance
-from kvferry.session.delivery import Delivery
+from kvferry.session.delivery import KEEP_S, Delivery
 from kvferry.session.events import Action, Close, Note, Open, Watch
 from kvferry.session.messages import Abort, AbortAck, Card, FailureKind, Hello, Message, Peer, Role, Welcome
 from kvferry.session.reach import line_problem
@@ -35,6 +35,8 @@ HELLO_MAX_S = 30.0
 REMEMBERED = 65_536
 PEER_LIMIT = 1_000
 CYCLE_RANKS = 65_536
+EARLIER_LIMIT = 64
+"""Earlier starts that are still answered, all workers together: one that starts again and again leaves no more."""
 EARLY_LIMIT = 4_096
 """Transfers that a peer may start before our own call, all peers together."""
 
@@ -133,10 +135,11 @@ class Core:
         self.out: list[Action] = []
         self.known: dict[Peer, Card] = {}
         self.problems: dict[Peer, str] = {}  # why a handshake failed
-        self.superseded: set[Peer] = set()  # earlier starts that we still need an answer of
+        self.superseded: dict[Peer, float] = {}  # earlier starts, and how long they are answered at least
         self.counters: Counter[str] = Counter()
         self._hellos: dict[Peer, _Hello] = {}
         self._opened: set[Peer] = set()
+        self._ask_writers_s = math.inf
         self.delivery = Delivery(lambda action: self.out.append(action), lambda: self.now, self.ledger.in_doubt)
 
     def send(self, peer: Peer, body: Message) -> None:
@@ -168,13 +171,13 @@ class Core:
 
     def hello(self, peer: Peer, address: str, key: str, until_s: float) -> None:
         """Say hello until the peer answers or `until_s` has passed. `address`, `key`: where it is, as registered."""
+        if any(_is_earlier(peer, known) and card.key == key for known, card in self.known.items()):
+            return  # whoever told us of it is about to hear of the later start
         if peer in self.known:
             self.problems[peer] = (
                 f"the registry names the public key {key!r} for {peer}, which came with {self.known[peer].key!r}"
             )
             return
-        if any(_is_earlier(peer, known) and card.key == key for known, card in self.known.items()):
-            return  # whoever told us of it is about to hear of the later start
         pending = self._hellos.get(peer)
         if pending is not None:
             pending.until_s = max(pending.until_s, until_s)
@@ -226,6 +229,19 @@ class Core:
         key = self.known[peer].key
         return [p for p, card in self.known.items() if _is_earlier(p, peer) and card.key == key]
 
+    def supersede(self, peer: Peer) -> None:
+        self.superseded.setdefault(peer, self.now + KEEP_S)
+
+    def outlived(self) -> list[Peer]:
+        """Earlier starts that need no answer of us any more, nor we one of them. Until then they may come back from a
+        pause, and hold slots of theirs until we say that we don't write there.
+        """
+        if not self.superseded:
+            return []
+        doubts, crowd = self.ledger.doubts, set(list(self.superseded)[:-EARLIER_LIMIT])
+        over = [peer for peer, until_s in self.superseded.items() if until_s <= self.now or peer in crowd]
+        return [p for p in over if p not in doubts and (p in crowd or not self.delivery.unheard(p))]
+
     def _superseded_by(self, peer: Peer, card: Card) -> str:
         later = next((p for p, known in self.known.items() if _is_earlier(peer, p) and known.key == card.key), None)
         return f"a later start of this worker is known, {later}" if later else ""
@@ -266,7 +282,9 @@ class Core:
         """
         self.known.pop(peer, None)
         self._hellos.pop(peer, None)
-        self.superseded.discard(peer)
+        self.superseded.pop(peer, None)
+        for earlier in [one for one in self.superseded if not self._superseded_by(one, self.known[one])]:
+            del self.superseded[earlier]  # it is the latest again
         self.ledger.clear_dead(peer)
         self.delivery.close(peer)
         self._hang_up(peer)
@@ -301,7 +319,19 @@ class Core:
     def on_abort_ack(self, peer: Peer, ack: AbortAck) -> None:
         self.ledger.clear(ack.transfer, peer)
 
+    def _ask_writers(self) -> None:
+        """A peer in doubt that has heard of the end gave up telling us when we said nothing for `KEEP_S`: ask again."""
+        doubts, due = self.ledger.in_quarantine, self._ask_writers_s <= self.now
+        for transfer, peer in doubts if due else ():
+            if not self.delivery.unheard(peer, transfer):
+                self.abort(peer, "source", transfer, "aborted", "it has ended here; does anybody still write for it?")
+        if not doubts:
+            self._ask_writers_s = math.inf
+        elif due or self._ask_writers_s == math.inf:
+            self._ask_writers_s = self.now + KEEP_S
+
     def tick(self) -> None:
+        self._ask_writers()
         for peer, hello in list(self._hellos.items()):
             if hello.until_s <= self.now:
                 del self._hellos[peer]
@@ -317,7 +347,8 @@ class Core:
         return self.delivery.quiet and not self.ledger.doubts
 
     def next_s(self) -> float:
-        return min(self.delivery.next_s(), *(hello.next_s for hello in self._hellos.values()), math.inf)
+        hellos = (hello.next_s for hello in self._hellos.values())
+        return min(self.delivery.next_s(), self._ask_writers_s, *hellos)
 
 
 def _is_earlier(one: Peer, other: Peer) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.session.events import Action, Note, Send
-from kvferry.session.messages import NO_PLACE, Abort, About, Beat, Commit, Complete, Message, Peer, Place
+from kvferry.session.messages import NO_PLACE, Abort, AbortAck, About, Beat, Commit, Complete, Message, Peer, Place
 
 BEAT_S = 1.0
 """A peer that was quiet for so long is asked for a sign of life."""
@@ -25,6 +25,8 @@ HEARD_S = 0.1
 """What was heard is acknowledged by the next message, or after so long by a beat."""
 KEEP_S = 600.0
 """How long a peer that says nothing is to be told of the end of a transfer that holds nothing here any more."""
+ENDS = (Abort, AbortAck, Commit, Complete)
+"""What is said of a transfer's end. All else about it loses its meaning with the end, see `Delivery.drop`."""
 SAID_LIMIT = 16_384
 """Messages that are kept for a peer that doesn't hear; the oldest is given up then."""
 
@@ -74,7 +76,7 @@ class Delivery:
         line, place = self._lines.get(peer), NO_PLACE
         if line is not None:
             if isinstance(body, About):
-                until_s = self._now() + KEEP_S if isinstance(body, (Abort, Commit, Complete)) else math.inf
+                until_s = self._now() + KEEP_S if isinstance(body, ENDS) else math.inf
                 line.number += 1
                 line.said.append(_Said(line.number, body, self._now(), until_s))
                 del line.said[:-SAID_LIMIT]
@@ -138,6 +140,12 @@ class Delivery:
             if line.said:
                 line.ask_s = self._due_s = self._now()
 
+    def unheard(self, peer: Peer, transfer: str | None = None) -> bool:
+        """Whether the peer may not have heard all that it was told, of this transfer or of any."""
+        line = self._lines.get(peer)
+        said = [] if line is None else line.said
+        return any(transfer is None or getattr(s.body, "transfer", None) == transfer for s in said)
+
     @property
     def quiet(self) -> bool:
         """Whether all that was said has been heard."""
@@ -158,15 +166,18 @@ class Delivery:
         self._due_s = min((min(line.ask_s, line.owed_s) for line in self._lines.values()), default=math.inf)
 
     def _ask(self, peer: Peer, line: _Line, busy: Callable[[Peer], bool]) -> None:
-        now = self._now()
-        line.said = [s for s in line.said if s.until_s > now or self._holds(getattr(s.body, "transfer", ""), peer)]
-        if not line.said and not busy(peer):
+        now, runs = self._now(), busy(peer)
+        # what is due is kept for one more question: we may be the ones who stood still meanwhile
+        over = [s for s in line.said if s.until_s <= line.asked_s]
+        gone = {s.number for s in over if not self._holds(getattr(s.body, "transfer", ""), peer)}
+        line.said = [s for s in line.said if s.number not in gone] if gone else line.said
+        if not line.said and not runs:
             line.ask_s, line.asked = math.inf, 0
             return
         line.asked += 1
         line.asked_s = now
         line.ask_s = now + min(BEAT_S * 2 ** min(max(0, line.asked - 4), 8), BEAT_MAX_S)
-        if self.silent_s(peer) and not line.noted:
+        if runs and self.silent_s(peer) and not line.noted:
             line.noted = True
             self._act(Note(f"no word from {peer} for {now - line.word_s:.1f} s; what runs with it goes on"))
         self.say(peer, Beat(True))

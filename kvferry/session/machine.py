@@ -124,8 +124,8 @@ class Machine:
         self.targets.tick()
         self.sources.tick()
         self.core.tick()
-        for peer in self.core.superseded - self.core.ledger.doubts:
-            self.core.forget(peer)
+        for peer in self.core.outlived():
+            self._lost(peer, "a later start of it has taken over")
         self.targets.pump()
         self.core.delivery.tick(self._runs_with)
         actions, self.core.out = self.core.out, []
@@ -152,12 +152,12 @@ class Machine:
             "transfers_receiving": len(self.targets.running) + len(self.targets.ending),
             "transfers_sending": sum(1 for o in self.sources.running.values() if o.called),
             "offers_waiting": sum(1 for o in self.sources.running.values() if not o.called),
-            "peers": len(self.core.known),
+            "peers": len(self.core.known) - len(self.core.superseded),
             "peers_greeted": self.core.greeting,
             "transfers_done": 0,
             "transfers_failed": 0,
             "refused_messages": 0,
-            "peers_silent": len(self.core.delivery.silent()),
+            "peers_silent": len(self.core.delivery.silent().keys() - self.core.superseded.keys()),
             "messages_repeated": self.core.delivery.repeated,
         }
         return counts | self.core.ledger.counts() | dict(self.core.counters)
@@ -179,6 +179,8 @@ class Machine:
             return None
         if isinstance(body, Beat):
             return core.delivery.on_beat(peer, body)
+        if peer in core.superseded and isinstance(body, Abort) and body.role == "source":
+            return self.sources.acknowledge(body.transfer, peer)
         if peer in core.superseded and not isinstance(body, (AbortAck, Goodbye)):
             return core.refuse("message from an earlier start of a known worker")
         if isinstance(body, Goodbye):
@@ -220,7 +222,7 @@ class Machine:
     def _supersede(self, earlier: Peer, later: Peer) -> None:
         """Only its own answer, or its witnessed death, says that it writes into our slots no more."""
         how = f"it has been started again, as {later}"
-        self.core.superseded.add(earlier)
+        self.core.supersede(earlier)
         self.targets.died(earlier, how)
         self.sources.died(earlier, how)
 

@@ -69,6 +69,10 @@ class Ledger:
             self.clear(transfer, owner)
 
     @property
+    def in_quarantine(self) -> list[tuple[str, Peer]]:
+        return list(self._doubt)
+
+    @property
     def doubts(self) -> frozenset[Peer]:
         """Peers with a writer in doubt."""
         return frozenset(peer for _, peer in self._doubt)

@@ -226,18 +226,21 @@ class Sources:
         report = Report(o.bytes, o.copies, o.chunks, self._core.now - o.started_s, peers)
         del self.running[body.transfer]
         self._past.add(body.transfer, None)
+        self._core.delivery.drop(body.transfer, SOURCE_SAYS)
         self._core.out.append(Ended("source", body.transfer, report=report))
 
     def on_abort(self, peer: Peer, body: Abort) -> None:
-        """Acknowledged only when no write of ours to this peer is under way."""
-        key = (body.transfer, peer)
         o = self.running.get(body.transfer)
         if o is not None and (not o.takers or any(peer.instance == taker.instance for taker in o.takers)):
             self.fail(body.transfer, body.kind, told_by(peer, body), peer)
         elif o is None and body.transfer not in self._past:
             self._past.add(body.transfer, (body.kind, told_by(peer, body)))
-        self._acks_owed.add(key)
-        self._acknowledge(*key)
+        self.acknowledge(body.transfer, peer)
+
+    def acknowledge(self, transfer: str, peer: Peer) -> None:
+        """An abort, as soon as no write of ours to this peer is under way."""
+        self._acks_owed.add((transfer, peer))
+        self._acknowledge(transfer, peer)
 
     def _acknowledge(self, transfer: str, peer: Peer) -> None:
         key = (transfer, peer)
@@ -264,7 +267,7 @@ class Sources:
             core.out.append(Ended("source", transfer, error=failure(kind, where, problem, cause)))
 
     def died(self, peer: Peer, how: str) -> None:
-        self._acks_owed = {key for key in self._acks_owed if key[1] != peer}
+        self._acks_owed = {key for key in self._acks_owed if key[1] in self._core.known}
         for transfer, o in list(self.running.items()):
             if peer in o.takers and not o.takers[peer].complete:
                 self.fail(transfer, "lost", how, peer)

@@ -133,7 +133,7 @@ class Targets:
         t.sources, t.ranks = peers_of(source), peers_of(own)
         absent = []
         for peer, entry in zip(t.sources + t.ranks, (*source, *own)):
-            if peer == core.me or core.knows(peer, entry.key):
+            if peer == core.me or (core.knows(peer, entry.key) and peer not in core.superseded):
                 continue
             if peer in core.problems:
                 return self.fail(t, "refused", core.problems.pop(peer), peer)
@@ -362,6 +362,7 @@ class Targets:
         self._finish(t)
 
     def _finish(self, t: Incoming) -> None:
+        self._core.delivery.drop(t.call.transfer, TARGET_SAYS)
         for peer in t.flows:
             self._core.send(peer, Complete(t.call.transfer, ATTEMPT))
         chunks = sum(flow.landed for flow in t.flows.values())

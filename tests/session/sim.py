@@ -73,23 +73,26 @@ class Sim:
     def __post_init__(self) -> None:
         self.entries: dict[str, tuple[Entry, ...]] = {}
         self.preparers: dict[Peer, Preparer] = {}
-        grants = itertools.count(1)
+        self.grants = itertools.count(1)
         for name, shape in self.shapes.items():
-            entries = []
             for rank in range(shape.world):
-                peer, address = Peer(name, 1, rank), f"tcp://127.0.0.1:{1000 + len(self.machines)}"
-                own = instance(name, shape, (WorkerPool(shape, rank).worker(),))
-                card = Card(address, shape.world, own, b"")
-                self.machines[peer] = Machine(
-                    peer,
-                    card,
-                    self.slots,
-                    lambda slot: Address(slot * SLOT_BYTES),
-                    lambda: next(grants).to_bytes(16, "big"),
-                )
-                self.preparers[peer] = Preparer(rank, SLOT_BYTES)
-                entries.append(Entry(name, 1, rank, shape.world, address))
-            self.entries[name] = tuple(entries)
+                self.boot(Peer(name, 1, rank))
+
+    def boot(self, peer: Peer) -> None:
+        """A worker starts, perhaps not for the first time, and is registered."""
+        shape, address = self.shapes[peer.instance], f"tcp://127.0.0.1:{1000 + len(self.preparers)}"
+        own = instance(peer.instance, shape, (WorkerPool(shape, peer.rank).worker(),))
+        self.machines[peer] = Machine(
+            peer,
+            Card(address, shape.world, own, b""),
+            self.slots,
+            lambda slot: Address(slot * SLOT_BYTES),
+            lambda: next(self.grants).to_bytes(16, "big"),
+        )
+        self.preparers[peer] = Preparer(peer.rank, SLOT_BYTES)
+        others = [entry for entry in self.entries.get(peer.instance, ()) if entry.rank != peer.rank]
+        entry = Entry(peer.instance, peer.generation, peer.rank, shape.world, address)
+        self.entries[peer.instance] = tuple(sorted((*others, entry), key=lambda entry: entry.rank))
 
     def peers(self, name: str) -> list[Peer]:
         return [peer for peer in self.machines if peer.instance == name]
