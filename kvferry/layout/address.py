@@ -170,6 +170,11 @@ class Addresses:
         """Bytes from `base` up to each address; AddressError where one is below it."""
         return self.offsets_in(base, SPACE - 1 - base.value, 0, "addresses")
 
+    def rows(self) -> tuple[Addresses, U64]:
+        """Of each row of a matrix, its lowest address, [row, 1], and the bytes from there up to each, [row, column]."""
+        lowest = self._u64.min(axis=1, keepdims=True)
+        return Addresses(lowest), self._u64 - lowest
+
     def distances_to(self, address: Address) -> U64:
         """Bytes from each up to `address`, modulo 2**64: one above it gets a number larger than any real size."""
         distance: U64 = np.uint64(address.value) - self._u64

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvferry.errors import PlanError
 from kvferry.layout.address import U64, Addresses, join
 from kvferry.layout.request import Table
+from kvferry.plan.order import BLOCK
 from kvferry.plan.program import DensePlace, Fold, Piece, PoolPlace, Program, local_tokens
 from kvferry.plan.route import Cycle
 
@@ -105,8 +106,9 @@ def bind_tokens(program: Program, tokens: tuple[int, int], source: Pages | None,
         return Segments(empty, empty, lengths)
     for place, pages in ((program.source, source), (program.target, target)):
         if isinstance(place, PoolPlace):
-            local = _local(place, pages, starts, lengths)
-            starts, lengths = _cut(starts, lengths, local, place.tokens.unit)
+            starts, lengths = _cut(starts, lengths, _local(place, pages, starts, lengths), place.tokens.unit)
+        elif place.tokens.unit < place.tokens_in:
+            starts, lengths = _cut(starts, lengths, np.cumsum(lengths) - lengths, place.tokens.unit)
     return Segments(
         _locate(program.source, source, starts, lengths), _locate(program.target, target, starts, lengths), lengths
     )
@@ -142,8 +144,9 @@ def _local(place: PoolPlace, pages: Pages | None, starts: Index, lengths: Index)
 def _locate(place: PoolPlace | DensePlace, pages: Pages | None, starts: Index, lengths: Index) -> U64:
     """Offset of each run's first token from the buffer's start."""
     if isinstance(place, DensePlace):
-        before = np.cumsum(lengths) - lengths
-        return before.astype(np.uint64) * np.uint64(place.cell_bytes)
+        before, steps = (np.cumsum(lengths) - lengths).astype(np.uint64), place.tokens
+        unit = np.uint64(steps.unit)
+        return before // unit * np.uint64(place.strides[BLOCK]) + before % unit * np.uint64(steps.stride)
     assert pages is not None  # _local has refused a missing table
     local = _local(place, pages, starts, lengths)
     number = pages.numbers[local // place.pool.page_tokens]
@@ -196,8 +199,7 @@ def _piece_runs(program: Program, piece: Piece, segments: Segments) -> tuple[U64
 
 
 def _token_strides(program: Program) -> tuple[int, int]:
-    strides = [p.tokens.stride if isinstance(p, PoolPlace) else p.cell_bytes for p in (program.source, program.target)]
-    return strides[0], strides[1]
+    return program.source.tokens.stride, program.target.tokens.stride
 
 
 def grow(folds: Sequence[Fold]) -> tuple[int, list[Fold]]:

@@ -1,4 +1,4 @@
-"""Chunks: how cells travel. A chunk is a layout of its own, in canonical dense order [layer][part][token][axes…].
+"""Chunks: how cells travel. A chunk is a layout of its own, dense, in the order that it names.
 
 The source gathers its pages into it and the target scatters it into other pages; each side needs its own layout and
 the chunk, never the other's.
@@ -16,16 +16,18 @@ from kvferry.layout.address import U64, Addresses, join
 from kvferry.layout.document import Group, Struct, Worker
 from kvferry.layout.request import Side
 from kvferry.plan.bind import Index, bind_tokens, expand, page_array, token_runs
+from kvferry.plan.order import CANONICAL, Order, Section, sections
 from kvferry.plan.program import DensePlace, Program, cell_bytes, compile_program, pool_places
 from kvferry.plan.prove import prove_bounds
 from kvferry.plan.route import Box
 
 
 class Chunk(Struct, frozen=True):
-    """`box`'s cells of tokens [start, stop); a state group has tokens (0, 1)."""
+    """`box`'s cells of tokens [start, stop), without gaps; a state group has tokens (0, 1)."""
 
     box: Box
     tokens: tuple[int, int]
+    order: Order = CANONICAL
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,16 @@ def _tokens_in(chunk: Chunk) -> int:
     return int(token_runs(chunk.tokens, chunk.box.cycles)[1].sum())
 
 
-def split(group: Group, box: Box, tokens: tuple[int, int], limit_bytes: int, limit_tokens: int = 0) -> list[Chunk]:
-    """Cut into chunks of at most `limit_bytes`: whole layers where one fits, else pieces of one layer. Chunks without
-    bytes are left out. `limit_tokens`, if any: at most that many tokens in each.
+def split(
+    group: Group,
+    box: Box,
+    tokens: tuple[int, int],
+    limit_bytes: int,
+    limit_tokens: int = 0,
+    order: Order = CANONICAL,
+) -> list[Chunk]:
+    """Cut into chunks of at most `limit_bytes`: whole layers where one fits, else pieces of one layer, between blocks
+    of tokens where one fits. Chunks without bytes are left out. `limit_tokens`, if any: at most that many in each.
 
     PlanError if one token of one part doesn't fit.
     """
@@ -70,12 +79,16 @@ def split(group: Group, box: Box, tokens: tuple[int, int], limit_bytes: int, lim
         starts, lengths = token_runs(tokens, box.cycles)
         step = limit_bytes // (cell * len(parts))
         step = min(step, limit_tokens) if limit_tokens else step
-        for low, high in _token_ranges(starts, lengths, step):
+        whole_blocks = 0 < order.block_tokens <= step
+        ranges = (
+            _block_ranges(tokens, order.block_tokens, step) if whole_blocks else _token_ranges(starts, lengths, step)
+        )
+        for low, high in ranges:
             count = int(np.clip(np.minimum(starts + lengths, high) - np.maximum(starts, low), 0, None).sum())
             layers = max(1, limit_bytes // (cell * len(parts) * count))
             for i in range(0, len(box.layers), layers):
                 part_box = Box(box.group, box.layers[i : i + layers], parts, box.axes, box.cycles)
-                chunks.append(Chunk(part_box, (low, high)))
+                chunks.append(Chunk(part_box, (low, high), order))
     return chunks
 
 
@@ -95,20 +108,30 @@ def _token_ranges(starts: Index, lengths: Index, step: int) -> list[tuple[int, i
     return list(itertools.pairwise(edges))
 
 
+def _block_ranges(tokens: tuple[int, int], block_tokens: int, step: int) -> list[tuple[int, int]]:
+    """Cut at blocks into ranges of at most `step` tokens, about equally many blocks in each."""
+    start, stop = tokens
+    first, last = start // block_tokens, -(-stop // block_tokens)
+    pieces = -(-(last - first) // (step // block_tokens))
+    edges = [block_tokens * (first + (last - first) * piece // pieces) for piece in range(1, pieces)]
+    return list(itertools.pairwise([start, *edges, stop]))
+
+
 def dense_copies(worker: Worker, group: Group, chunk: Chunk, side: Side) -> DenseCopies:
     """Runs between `worker`'s pages and the chunk, in chunk order of each program, proved in bounds and complete.
 
     PlanError names group, worker and token where the worker doesn't own a cell, a page is missing or outside its pool.
     """
     addresses, offsets, lengths = [], [], []
-    for program in _programs(worker, group, chunk.box, _tokens_in(chunk)):
-        table = side.table(worker.rank, program.source.pool.table_name)  # type: ignore[union-attr]  # a pool by construction
-        segments = bind_tokens(program, chunk.tokens, page_array(table) if table else None, None)
-        prove_bounds(program, segments)
-        copies = expand(program, segments)
-        addresses.append(copies.source)
-        offsets.append(copies.target.u64)
-        lengths.append(copies.lengths)
+    for section in sections(chunk.order, chunk.tokens, _tokens_in(chunk)):
+        for program in programs(worker, group, chunk, section):
+            table = side.table(worker.rank, program.source.pool.table_name)  # type: ignore[union-attr]  # a pool by construction
+            segments = bind_tokens(program, section.tokens, page_array(table) if table else None, None)
+            prove_bounds(program, segments)
+            copies = expand(program, segments)
+            addresses.append(copies.source)
+            offsets.append(copies.target.u64)
+            lengths.append(copies.lengths)
     total, moved = chunk_bytes(group, chunk), sum(int(n.sum(dtype=np.uint64)) for n in lengths)
     if total != moved:
         raise PlanError(f"group {group.name}, worker {worker.rank}: the chunk has {total} bytes, its runs {moved}")
@@ -116,7 +139,13 @@ def dense_copies(worker: Worker, group: Group, chunk: Chunk, side: Side) -> Dens
     return DenseCopies(join(addresses), np.concatenate([empty, *offsets]), np.concatenate([empty, *lengths]), total)
 
 
-def _programs(worker: Worker, group: Group, box: Box, tokens: int) -> list[Program]:
+def programs(worker: Worker, group: Group, chunk: Chunk, section: Section) -> list[Program]:
+    """From the pages of `worker` into one section of the chunk; PlanError where it doesn't hold all of its box."""
+    box, axes = chunk.box, chunk.order.axes
+    start, stop = section.tokens
+    tokens_in = stop - start if chunk.order.block_tokens else section.block_tokens
+    before_bytes = section.before * len(box.layers) * len(box.parts) * cell_bytes(group, box)
     return [
-        compile_program(place, DensePlace(group, box, tokens, keys)) for place, keys in pool_places(worker, group, box)
+        compile_program(place, DensePlace(group, box, tokens_in, keys, axes, section.block_tokens, before_bytes))
+        for place, keys in pool_places(worker, group, box)
     ]

@@ -21,9 +21,11 @@ import numpy.typing as npt
 from kvferry.layout.address import U64
 from kvferry.layout.document import Group, Instance
 from kvferry.plan.bind import token_runs
-from kvferry.plan.dense import Chunk
+from kvferry.plan.dense import Chunk, chunk_bytes
+from kvferry.plan.order import CANONICAL, Section, sections
 from kvferry.plan.route import Box
 
+Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint32]
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -41,8 +43,32 @@ def whole_axes(group: Group, instances: Iterable[Instance]) -> int:
     return count
 
 
-def layer_digests(group: Group, chunk: Chunk, data: npt.NDArray[np.uint8], key: bytes, whole: int) -> dict[int, int]:
-    """The digest of each layer of a chunk, whose bytes `data` are in dense order. `whole`: see `whole_axes`."""
+def layer_digests(group: Group, chunk: Chunk, data: Bytes, key: bytes, whole: int) -> dict[int, int]:
+    """The digest of each layer of a chunk, whose bytes `data` are in its order. `whole`: see `whole_axes`."""
+    total = dict.fromkeys(chunk.box.layers, 0)
+    if chunk.order == CANONICAL:
+        return _canonical_digests(group, chunk, data, key, whole)
+    for section in sections(chunk.order, chunk.tokens, len(_tokens(chunk))):
+        part = Chunk(chunk.box, section.tokens)
+        start = section.before * len(data) // len(_tokens(chunk))
+        part_bytes = chunk_bytes(group, part)
+        canonical = _in_canonical_order(group, chunk, section, data[start : start + part_bytes])
+        for layer, digest in _canonical_digests(group, part, canonical, key, whole).items():
+            total[layer] = (total[layer] + digest) & _MASK
+    return total
+
+
+def _in_canonical_order(group: Group, chunk: Chunk, section: Section, data: Bytes) -> npt.NDArray[np.uint8]:
+    """The bytes of a section of the chunk, copied."""
+    box = chunk.box
+    own = [len(_indices(box, axis)) for axis in box.axes]
+    extents = [len(box.layers), len(box.parts), -1, section.block_tokens, *own]
+    axes = chunk.order.axes or range(len(extents))
+    shaped = data.reshape([*(extents[axis] for axis in axes), group.item_bytes])
+    return shaped.transpose([*np.argsort(axes).tolist(), len(extents)]).reshape(-1)
+
+
+def _canonical_digests(group: Group, chunk: Chunk, data: Bytes, key: bytes, whole: int) -> dict[int, int]:
     box = chunk.box
     names = list(group.axes)
     outer = names[: len(names) - whole]
@@ -65,7 +91,7 @@ def add(total: dict[tuple[str, int], int], group: str, digests: dict[int, int]) 
         total[group, layer] = (total.get((group, layer), 0) + digest) & _MASK
 
 
-def _words(data: npt.NDArray[np.uint8], cells: int, cell_bytes: int) -> Words:
+def _words(data: Bytes, cells: int, cell_bytes: int) -> Words:
     """[cell, word], the last word of each cell filled up with zeros."""
     rows = data.reshape(cells, cell_bytes)
     if cell_bytes % 4:

@@ -51,21 +51,22 @@ def _box(group: Group, pool: Pool) -> Box:
     return Box(group.name, layers, parts, axes, (pool.cycle,))
 
 
-def _place(worker: Worker, group: Group, pool: Pool) -> list[tuple[PoolPlace, DensePlace]]:
+def _place(worker: Worker, group: Group, pool: Pool, want: Wanted) -> list[tuple[PoolPlace, DensePlace]]:
     """One place for each layer: a pool may hold other parts in other layers."""
+    start, stop = want.token_range
     places = []
     for layer in dict.fromkeys(b.layer for b in pool.buffers):
         box = _box(group, pool)
         parts = tuple(b.part for b in pool.buffers if b.layer == layer)
         box = Box(box.group, (layer,), parts, box.axes, box.cycles)
         for place, keys in pool_places(worker, group, box):
-            places.append((place, DensePlace(group, box, 0, keys)))
+            places.append((place, DensePlace(group, box, stop - start, keys)))
     return places
 
 
 def _slots(worker: Worker, group: Group, pool: Pool, want: Wanted, side: Side) -> Index:
     """page · page_tokens + slot of every wanted token that the worker owns."""
-    place, dense = _place(worker, group, pool)[0]
+    place, dense = _place(worker, group, pool, want)[0]
     table = side.table(worker.rank, pool.table_name)
     pages = page_array(table) if table else None
     program = compile_program(place, dense)
@@ -82,7 +83,7 @@ def _slots(worker: Worker, group: Group, pool: Pool, want: Wanted, side: Side) -
 def _writes(worker: Worker, group: Group, pool: Pool, want: Wanted, side: Side) -> tuple[Addresses, U64]:
     table = side.table(worker.rank, pool.table_name)
     pages = page_array(table) if table else None
-    programs = [compile_program(place, dense) for place, dense in _place(worker, group, pool)]
+    programs = [compile_program(place, dense) for place, dense in _place(worker, group, pool, want)]
     copies = [expand(p, bind_tokens(p, want.token_range, pages, None)) for p in programs]
     return join([c.source for c in copies]), np.concatenate([np.empty(0, np.uint64), *(c.lengths for c in copies)])
 

@@ -1,10 +1,10 @@
 """Compile: how the cells of a box lie on two sides, as a short list of strides that knows nothing of pages or tokens.
 
-A *place* says where a side keeps a box: `PoolPlace` for a worker's pages, `DensePlace` for a chunk in canonical dense
-order. Any two places make a program, so a direct copy, a gather and a scatter are one algorithm. Within a place the
-offset of a cell is a sum of one term per axis, so each axis is compiled alone: the two sides' offsets of its indices,
-side by side, are folded into (extent, source stride, target stride) modes that hold on both. Where no fold exists (2×3
-against 3×2) the indices stay enumerated: slower, never wrong.
+A *place* says where a side keeps a box: `PoolPlace` for a worker's pages, `DensePlace` for a chunk. Any two places make
+a program, so a direct copy, a gather and a scatter are one algorithm. Within a place the offset of a cell is a sum of
+one term per axis, so each axis is compiled alone: the two sides' offsets of its indices, side by side, are folded into
+(extent, source stride, target stride) modes that hold on both. Where no fold exists (2×3 against 3×2) the indices stay
+enumerated: slower, never wrong.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Union
 
@@ -21,6 +21,8 @@ import numpy as np
 from kvferry.errors import PlanError
 from kvferry.layout.address import U64, Addresses
 from kvferry.layout.document import TOKEN, Group, Mode, Pool, Worker
+from kvferry.plan.order import BLOCK, FIRST, LAYER, PART
+from kvferry.plan.order import TOKEN as TOKENS
 from kvferry.plan.route import Box, Cycle, Segment
 
 Fold = tuple[int, int, int]
@@ -49,7 +51,7 @@ class PoolPlace:
     bases: Addresses  # per (layer, part) in the box's order, where page 0 starts
     rooms: tuple[int, ...]  # per (layer, part): bytes from there to the end of its region
     pages: int  # pages that every one of these buffers has
-    one_region: bool
+    regions: tuple[int, ...]  # per (layer, part)
 
     def axis_offsets(self, axis: str) -> U64:
         owned = self.pool.segments(axis, self.group.axes[axis])
@@ -68,31 +70,55 @@ class PoolPlace:
 
 @dataclass(frozen=True)
 class DensePlace:
-    """A chunk of `tokens` tokens in the order [layer][part][token][axes…], C-contiguous, from offset 0."""
+    """A section of a chunk: `tokens_in` tokens in blocks of `block_tokens` (0: in one block), without gaps from
+    `offset_bytes` on. `axes`: see `kvferry.plan.order`.
+    """
 
     group: Group
     box: Box
     tokens_in: int
     keys: tuple[tuple[int, str], ...]  # the (layer, part) of this program, out of the box's
+    axes: tuple[int, ...] = ()
+    block_tokens: int = 0
+    offset_bytes: int = 0
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes between neighbours on each axis, by number."""
+        block_tokens = self.block_tokens or self.tokens_in
+        blocks = self.tokens_in // self.block_tokens if self.block_tokens else 1
+        own = (sum(stop - start for start, stop in segments) for segments in self.box.axes.values())
+        extents = (len(self.box.layers), len(self.box.parts), blocks, block_tokens, *own)
+        strides, stride = [0] * len(extents), self.group.item_bytes
+        for axis in reversed(self.axes or range(len(extents))):
+            strides[axis] = stride
+            stride *= extents[axis]
+        return tuple(strides)
 
     @property
-    def cell_bytes(self) -> int:
-        return cell_bytes(self.group, self.box)
+    def tokens(self) -> TokenSteps:
+        """`offsets` are left out: all of a block's tokens are `stride` bytes apart."""
+        block_tokens = self.block_tokens or self.tokens_in
+        straight = self.strides[BLOCK] == block_tokens * self.strides[TOKENS]
+        unit = self.tokens_in if straight else block_tokens
+        return TokenSteps(np.empty(0, np.uint64), max(unit, 1), self.strides[TOKENS])
 
     def axis_offsets(self, axis: str) -> U64:
-        stride = self.group.item_bytes
-        for name in reversed(self.box.axes):
-            count = sum(stop - start for start, stop in self.box.axes[name])
-            if name == axis:
-                return np.arange(count, dtype=np.uint64) * np.uint64(stride)
-            stride *= count
-        raise KeyError(axis)
+        number = list(self.box.axes).index(axis)
+        count = sum(stop - start for start, stop in self.box.axes[axis])
+        return np.arange(count, dtype=np.uint64) * np.uint64(self.strides[FIRST + number])
 
     @property
     def bases(self) -> Addresses:
-        order = {key: i for i, key in enumerate(itertools.product(self.box.layers, self.box.parts))}
-        index = np.array([order[key] for key in self.keys], dtype=np.uint64)
-        return Addresses(index * np.uint64(self.cell_bytes * self.tokens_in))
+        layers = {layer: i for i, layer in enumerate(self.box.layers)}
+        parts = {part: i for i, part in enumerate(self.box.parts)}
+        index = np.array([(layers[layer], parts[part]) for layer, part in self.keys], np.uint64).reshape(-1, 2)
+        steps = np.array([self.strides[LAYER], self.strides[PART]], np.uint64)
+        return Addresses((index * steps).sum(axis=1, dtype=np.uint64) + np.uint64(self.offset_bytes))
+
+    @property
+    def regions(self) -> tuple[int, ...]:
+        return (0,) * len(self.keys)
 
 
 Place = Union[PoolPlace, DensePlace]
@@ -131,7 +157,7 @@ def pool_places(worker: Worker, group: Group, box: Box) -> list[tuple[PoolPlace,
             bases=Addresses([r.base.plus(b.offset_bytes) for r, b in zip(regions, buffers, strict=True)]),
             rooms=tuple(r.bytes - b.offset_bytes for r, b in zip(regions, buffers, strict=True)),
             pages=min(b.pages for b in buffers),
-            one_region=len({b.region for b in buffers}) == 1,
+            regions=tuple(b.region for b in buffers),
         )
         places.append((place, keys))
         left -= set(keys)
@@ -147,7 +173,7 @@ def restrict(place: PoolPlace, keys: Sequence[tuple[int, str]], wanted: Sequence
     index = [order[key] for key in wanted]
     return PoolPlace(
         place.rank, place.group, place.pool, place.box, place.bases.take(np.array(index, dtype=np.intp)),
-        tuple(place.rooms[i] for i in index), place.pages, place.one_region,
+        tuple(place.rooms[i] for i in index), place.pages, tuple(place.regions[i] for i in index),
     )  # fmt: skip
 
 
@@ -202,19 +228,21 @@ def compile_program(source: Place, target: Place) -> Program:
 
 
 def _fold_buffers(source: Place, target: Place) -> list[tuple[Addresses, Addresses, tuple[Fold, ...]]]:
-    """Fold the (layer, part) buffers too: in one tensor for all layers they are a stride like any other, and pages may
-    merge across them.
+    """Fold the (layer, part) buffers too: in one tensor for all layers, or for keys and values, they are a stride like
+    any other, and pages may merge across them. Only buffers that share their regions, on both sides, are folded.
     """
     s, t = source.bases, target.bases
-    same = all(not isinstance(place, PoolPlace) or place.one_region for place in (source, target))
-    if not same or len(s) == 1:
+    order = np.lexsort((s.u64, np.array(target.regions), np.array(source.regions)))
+    pairs = np.array([source.regions, target.regions])[:, order]
+    starts = np.flatnonzero(np.concatenate([[True], (pairs[:, 1:] != pairs[:, :-1]).any(axis=0)]))
+    count = len(s) // len(starts)
+    if count == 1 or not np.array_equal(starts, np.arange(0, len(s), count)):
         return [(s, t, ())]
-    order = np.argsort(s.u64, kind="stable")
-    s, t = s.take(order), t.take(order)
-    ends = (s.lowest(), t.lowest())
-    relative = (s.distances_from(ends[0]), t.distances_from(ends[1]))
-    parts = fold_axis(relative[0].tobytes(), relative[1].tobytes())
-    return [(Addresses([ends[0]]).plus(p.source), Addresses([ends[1]]).plus(p.target), p.folds) for p in parts]
+    (low_s, one), (low_t, other) = (bases.take(order).reshape(-1, count).rows() for bases in (s, t))
+    if (one != one[0]).any() or (other != other[0]).any():
+        return [(s, t, ())]
+    parts = fold_axis(one[0].tobytes(), other[0].tobytes())
+    return [(low_s.plus(p.source).ravel(), low_t.plus(p.target).ravel(), p.folds) for p in parts]
 
 
 @lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ from kvferry.layout.document import Instance, Row, Struct, decode_msgpack, encod
 from kvferry.layout.request import Wanted
 from kvferry.plan.dense import Chunk
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_MESSAGE_BYTES = 16 << 20
 GRANT_BYTES = 16
 
@@ -90,7 +90,7 @@ class Grant(Row, frozen=True):
     """Leave to write `bytes` of piece `piece` at `address`, once.
 
     With `runs` the piece lands in the target's pages instead: 16 bytes per run, address and length, little-endian, in
-    the piece's dense order.
+    the piece's order.
     """
 
     piece: Count

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvferry.errors import ProofError
 from kvferry.layout.address import join
 from kvferry.layout.document import Group, Instance, Worker
-from kvferry.plan.dense import DenseCopies, chunk_bytes, dense_copies, split
+from kvferry.plan.dense import Chunk, DenseCopies, chunk_bytes, dense_copies, programs, split
 from kvferry.plan.digest import add, layer_digests, whole_axes
-from kvferry.plan.program import DensePlace, compile_program, pool_places
+from kvferry.plan.follow import best_order
+from kvferry.plan.order import Order, Section
 from kvferry.plan.prove import Proof, prove_cells, prove_disjoint
 from kvferry.plan.route import Box, Route, route
 from kvferry.plan.wanted import check_wanted, owned_bytes
@@ -26,35 +28,43 @@ DIRECT_PIECE_BYTES = 16 << 20, 64 << 20
 its runs in one message, and the next one is planned while it is on the wire."""
 
 
+@dataclass(frozen=True)
+class _Way:
+    """What a pair of instances decides, whatever the request: `steps` of our rank, `takers` of each source rank."""
+
+    steps: tuple[tuple[Route, Order], ...]
+    takers: dict[int, tuple[int, ...]]
+
+
 class Preparer:
-    """Prepares transfers for one target rank; routes are kept per pair of instances (and generations).
+    """Prepares transfers for one target rank; ways are kept per pair of instances (and generations).
 
     `pages`: the memory in whose pages pieces land straight; None where they land in slots of `slot_bytes` bytes.
     """
 
     def __init__(self, rank: int, slot_bytes: int, pages: Memory | None = None) -> None:
         self._rank, self._pages, self._slot_bytes = rank, pages, slot_bytes
-        self._routes: dict[Hashable, dict[int, tuple[Route, ...]]] = {}
+        self._ways: dict[Hashable, _Way] = {}
 
     def prepare(self, order: Prepare) -> Prepared:
         """PlanError (or ProofError) where the wanted cells can't each be written exactly once."""
-        routes = self._routes.get(order.key)
-        if routes is None:
-            routes = {worker.rank: route(order.source, order.target, worker.rank) for worker in order.target.workers}
-            if len(self._routes) >= CACHED_PAIRS:
-                del self._routes[next(iter(self._routes))]
-            self._routes[order.key] = routes
-            _prove_routes(order.target, self._rank, routes[self._rank])
+        way = self._ways.get(order.key)
+        if way is None:
+            way = _way(order.source, order.target, self._rank)
+            if len(self._ways) >= CACHED_PAIRS:
+                del self._ways[next(iter(self._ways))]
+            self._ways[order.key] = way
         check_wanted(order.source, order.target, order.groups)
         worker = order.target.worker(self._rank)
         owed = sum(owned_bytes(worker, order.target.group(name), w.token_range) for name, w in order.groups.items())
         piece_bytes = self._slot_bytes if self._pages is None else _direct_piece_bytes(owed)
         pieces: dict[int, list[Piece]] = {}
         copies: dict[int, list[DenseCopies]] = {}
-        for step in routes[self._rank]:
+        for step, dense_order in way.steps:
             group = order.target.group(step.box.group)
             wanted = order.groups.get(group.name)
-            for chunk in split(group, step.box, wanted.token_range, piece_bytes, order.piece_tokens) if wanted else ():
+            limits = (piece_bytes, order.piece_tokens)
+            for chunk in split(group, step.box, wanted.token_range, *limits, dense_order) if wanted else ():
                 pieces.setdefault(step.source, []).append(Piece(chunk, chunk_bytes(group, chunk)))
                 copies.setdefault(step.source, []).append(dense_copies(worker, group, chunk, order.tables))
         proof = _prove(worker, owed, [c for some in copies.values() for c in some])
@@ -62,7 +72,7 @@ class Preparer:
             source: Shipment(
                 tuple(pieces.get(source, ())), tuple(copies.get(source, ())), ranks, self._runs(copies.get(source, ()))
             )
-            for source, ranks in takers(routes, [worker.rank for worker in order.source.workers]).items()
+            for source, ranks in way.takers.items()
             if self._rank in ranks
         }
         sides = (order.source, order.target)
@@ -73,12 +83,18 @@ class Preparer:
         return () if self._pages is None else tuple(self._pages.runs(piece).encode() for piece in copies)
 
 
-def _prove_routes(target: Instance, rank: int, routes: tuple[Route, ...]) -> None:
-    """Once per pair: the programs that will scatter into our pages pair each cell with itself."""
-    for step in routes:
+def _way(source: Instance, target: Instance, rank: int) -> _Way:
+    """Once per pair. The programs that will scatter into our pages are proved to pair each cell with itself."""
+    routes = {worker.rank: route(source, target, worker.rank) for worker in target.workers}
+    worker, steps = target.worker(rank), []
+    for step in routes[rank]:
         group = target.group(step.box.group)
-        for place, keys in pool_places(target.worker(rank), group, step.box):
-            prove_cells(compile_program(place, DensePlace(group, step.box, 1, keys)))
+        order = best_order(group, step.box, source.worker(step.source), worker)
+        tokens = max(1, order.block_tokens)
+        for program in programs(worker, group, Chunk(step.box, (0, tokens), order), Section((0, tokens), tokens, 0)):
+            prove_cells(program)
+        steps.append((step, order))
+    return _Way(tuple(steps), takers(routes, [worker.rank for worker in source.workers]))
 
 
 def owned_digests(

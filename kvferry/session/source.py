@@ -10,6 +10,7 @@ from kvferry.errors import Where
 from kvferry.layout.document import Group, Instance
 from kvferry.layout.request import Side, Wanted
 from kvferry.plan.dense import Chunk, chunk_bytes
+from kvferry.plan.order import order_problem
 from kvferry.plan.route import Box
 from kvferry.session.core import ATTEMPT, EARLY_LIMIT, Core, Memory, failure, kind_of, told_by
 from kvferry.session.events import (
@@ -365,7 +366,7 @@ def offer_problem(instance: Instance, offer: Offer) -> str:
         group = groups.get(piece.chunk.box.group)
         if problem or group is None or set(piece.chunk.box.axes) != set(group.axes):
             return f"piece {index}: {problem or 'no such group or axes'}"
-        problem = _box_problem(piece.chunk.box, group)
+        problem = _box_problem(piece.chunk.box, group) or order_problem(piece.chunk.order, piece.chunk.box)
         if problem:
             return f"piece {index}: {problem}"
         if chunk_bytes(group, piece.chunk) != piece.bytes:

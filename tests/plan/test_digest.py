@@ -14,6 +14,7 @@ from kvferry.plan.dense import Chunk, chunk_bytes, split
 from kvferry.plan.digest import add, layer_digests, whole_axes
 from kvferry.plan.route import Box
 from tests.plan.build import instance
+from tests.plan.in_order import items_in_order, random_order
 
 KEY = bytes(range(16))
 Cache = dict[tuple[int, str], np.ndarray]
@@ -33,25 +34,20 @@ def cache_of(group: Group, seed: int) -> Cache:
     }
 
 
-def dense(cache: Cache, chunk: Chunk) -> np.ndarray:
+def dense(group: Group, cache: Cache, chunk: Chunk) -> np.ndarray:
     """The chunk's bytes, picked one by one."""
-    rank, size, block = chunk.box.cycles[0] if chunk.box.cycles else (0, 1, 1)
-    tokens = [t for t in range(*chunk.tokens) if t // block % size == rank]
-    heads = [h for a, b in chunk.box.axes["head"] for h in range(a, b)]
-    cells = [
-        cache[layer, part][t, h]
-        for layer in chunk.box.layers
-        for part in chunk.box.parts
-        for t in tokens
-        for h in heads
+    item, box = group.item_bytes, chunk.box
+    items = [
+        cache[box.layers[layer], box.parts[part]][token, head, item * i : item * (i + 1)]
+        for layer, part, token, head, i in items_in_order(chunk)
     ]
-    return np.concatenate([np.empty(0, np.uint8), *cells])
+    return np.concatenate([np.empty(0, np.uint8), *items])
 
 
 def total(group: Group, cache: Cache, chunks: list[Chunk], whole: int = 1) -> dict[tuple[str, int], int]:
     sums: dict[tuple[str, int], int] = {}
     for chunk in chunks:
-        add(sums, group.name, layer_digests(group, chunk, dense(cache, chunk), KEY, whole))
+        add(sums, group.name, layer_digests(group, chunk, dense(group, cache, chunk), KEY, whole))
     return sums
 
 
@@ -71,7 +67,7 @@ def cut(rnd: random.Random, group: Group, box: Box) -> list[Chunk]:
             for rank in range(size):
                 part = Box(box.group, some, box.parts, {**box.axes, "head": heads}, ((rank, size, block),))
                 for tokens in ((0, middle), (middle, TOKENS)):
-                    chunks += split(group, part, tokens, 64)
+                    chunks += split(group, part, tokens, 64, order=random_order(rnd, part))
     rnd.shuffle(chunks)
     return chunks
 
@@ -119,7 +115,7 @@ def test_every_byte_and_its_place_count() -> None:
 def test_another_key_is_another_digest() -> None:
     group = group_of("float16", 8)
     chunk = Chunk(everything(group), (0, TOKENS))
-    data = dense(cache_of(group, 1), chunk)
+    data = dense(group, cache_of(group, 1), chunk)
     assert layer_digests(group, chunk, data, KEY, 1) != layer_digests(group, chunk, data, KEY[::-1], 1)
 
 

@@ -102,7 +102,7 @@ class Node:
         card = Card(self.address, shape.world, self.document, b"", Process(peer.generation, 1, "here"))
         direct = setup.direct and peer.instance == "d"
         self.preparer = Preparer(peer.rank, SLOT_BYTES, self.memory if direct else None)
-        self.preparer._routes = _ROUTES.setdefault((setup, peer.rank), {})
+        self.preparer._ways = _WAYS.setdefault((setup, peer.rank), {})
         self.machine = Machine(
             peer,
             card,
@@ -134,7 +134,7 @@ class Node:
         self.free += call.pages
 
 
-_ROUTES: dict[Any, dict[Any, Any]] = {}
+_WAYS: dict[Any, dict[Any, Any]] = {}
 
 
 def gather(node: Node, action: e.Write) -> tuple[Any, tuple[int, ...]]:
