@@ -90,7 +90,7 @@ class Observer:
         """Told the id of each transfer that has failed, other than by an abort."""
         self._requests: dict[tuple[Role, str], str] = {}  # said by callers, before the machine knows the transfer
         self._connects: set[str] = set()  # calls that only shake hands: no transfers
-        self._jobs: dict[tuple[str, str, Peer | None, int], tuple[float, int, int]] = {}  # when ordered, bytes, copies
+        self._jobs: dict[tuple[str, str, Peer | None, int], tuple[float, int]] = {}  # when ordered, bytes
         self._newest: dict[tuple[Peer, str], int] = {}  # number of the newest message heard and sent
         self._problems: dict[str, str] = {}  # by instance: why a registry doesn't know it
         self._on: dict[type, Callable[[Any, float], None]] = {
@@ -272,18 +272,17 @@ class Observer:
     def _orders(self, action: Prepare | Write | Scatter | Verify, now: float) -> None:
         kind = type(action).__name__.lower()
         nbytes = action.nbytes if isinstance(action, (Write, Scatter)) else 0
-        copies = len(action.copies.lengths) if isinstance(action, Scatter) else 0
-        self._jobs[_job(kind, action)] = (now, nbytes, copies)
+        self._jobs[_job(kind, action)] = (now, nbytes)
         if isinstance(action, Write):
             self.numbers.moving["source"].start(now)
 
-    def _done(self, kind: str, event: Any, now: float) -> tuple[int, int]:
-        """Bytes and copies of the job that has ended, well or badly."""
-        ordered_s, nbytes, copies = self._jobs.pop(_job(kind, event), (now, 0, 0))
+    def _done(self, kind: str, event: Any, now: float) -> int:
+        """Bytes of the job that has ended, well or badly."""
+        ordered_s, nbytes = self._jobs.pop(_job(kind, event), (now, 0))
         self.numbers.took("kvferry_step_seconds", kind, seconds=now - ordered_s)
         if kind == "write":
             self.numbers.moving["source"].stop(now)
-        return nbytes, copies
+        return nbytes
 
     def _prepared(self, event: Prepared, now: float) -> None:
         self._done("prepare", event, now)
@@ -292,15 +291,15 @@ class Observer:
         self._add(now, "planned", "target", event.transfer, None, event.proof.bytes, values)
 
     def _written(self, event: Written, now: float) -> None:
-        nbytes, _ = self._done("write", event, now)
+        nbytes = self._done("write", event, now)
         self._merge(now, "written", "source", event.transfer, event.peer, nbytes, 1)
         self._moved("source", event.way, event.gathered, nbytes, event.copies)
         self.numbers.count("kvferry_descriptors_total", event.way, by=1 if event.gathered else event.copies)
 
     def _scattered(self, event: Scattered, now: float) -> None:
-        nbytes, copies = self._done("scatter", event, now)
+        nbytes = self._done("scatter", event, now)
         track = self._merge(now, "scattered", "target", event.transfer, event.peer, nbytes, 1)
-        self._arrived(track, nbytes, copies, now)
+        self._arrived(track, nbytes, event.copies, now)
 
     def _landed_in_pages(self, transfer: str, now: float) -> None:
         """A piece that needs no scatter is in its pages as soon as the source has said so."""

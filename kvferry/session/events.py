@@ -10,7 +10,7 @@ from kvferry.errors import KVFerryError, TransferError
 from kvferry.layout.address import Address
 from kvferry.layout.document import Instance
 from kvferry.layout.request import Side, Wanted
-from kvferry.plan.dense import Chunk, DenseCopies
+from kvferry.plan.dense import Chunk
 from kvferry.plan.prove import Proof
 from kvferry.session.messages import NO_PLACE, Digest, Message, Peer, Piece, Place, Process, Role
 from kvferry.session.registry import Entry
@@ -119,13 +119,12 @@ class NotFound:
 
 @dataclass(frozen=True)
 class Shipment:
-    """What one source worker sends us: pieces, where each goes, and all target ranks that take from that worker.
+    """What one source worker sends us: pieces, and all target ranks that take from that worker.
 
     `runs`: per piece where it lands in our pages, encoded for its grant; empty where pieces land in slots.
     """
 
     pieces: tuple[Piece, ...]
-    copies: tuple[DenseCopies, ...]
     takers: tuple[int, ...]
     runs: tuple[bytes, ...] = ()
 
@@ -172,9 +171,12 @@ class WriteFailed:
 
 @dataclass(frozen=True)
 class Scattered:
+    """In `copies` runs."""
+
     transfer: str
     peer: Peer
     piece: int
+    copies: int
 
 
 @dataclass(frozen=True)
@@ -310,12 +312,15 @@ class CancelWrites:
 
 @dataclass(frozen=True)
 class Scatter:
+    """Move a piece from its slot into our pages."""
+
     transfer: str
     peer: Peer
     piece: int
     slot: int
     nbytes: int
-    copies: DenseCopies
+    chunk: Chunk
+    tables: Side
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Union
 
 from kvferry.errors import KVFerryError
 from kvferry.layout.document import Instance, Worker
+from kvferry.plan.dense import dense_copies
 from kvferry.session.events import (
     CancelWrites,
     Event,
@@ -106,8 +107,10 @@ class Jobs:
 
     def _scatter(self, job: Scatter) -> None:
         def scatter() -> Event:
-            self._memory.scatter(job.copies, self._staging.view(job.slot)[: job.nbytes])
-            return Scattered(job.transfer, job.peer, job.piece)
+            group = self._instance.group(job.chunk.box.group)
+            copies = dense_copies(self._worker, group, job.chunk, job.tables)
+            self._memory.scatter(copies, self._staging.view(job.slot)[: job.nbytes])
+            return Scattered(job.transfer, job.peer, job.piece, len(copies.lengths))
 
         self._answer(scatter, lambda error: ScatterFailed(job.transfer, job.peer, job.piece, error))
 

@@ -47,7 +47,10 @@ class Preparer:
         self._ways: dict[Hashable, _Way] = {}
 
     def prepare(self, order: Prepare) -> Prepared:
-        """PlanError (or ProofError) where the wanted cells can't each be written exactly once."""
+        """PlanError (or ProofError) where the wanted cells can't each be written exactly once.
+
+        Proved is what will land as a whole; where a piece goes is found by the same layout and tables when it is here.
+        """
         way = self._ways.get(order.key)
         if way is None:
             way = _way(order.source, order.target, self._rank)
@@ -59,19 +62,22 @@ class Preparer:
         owed = sum(owned_bytes(worker, order.target.group(name), w.token_range) for name, w in order.groups.items())
         piece_bytes = self._slot_bytes if self._pages is None else _direct_piece_bytes(owed)
         pieces: dict[int, list[Piece]] = {}
-        copies: dict[int, list[DenseCopies]] = {}
+        runs: dict[int, list[bytes]] = {}
+        proved: list[DenseCopies] = []
         for step, dense_order in way.steps:
             group = order.target.group(step.box.group)
             wanted = order.groups.get(group.name)
-            limits = (piece_bytes, order.piece_tokens)
-            for chunk in split(group, step.box, wanted.token_range, *limits, dense_order) if wanted else ():
-                pieces.setdefault(step.source, []).append(Piece(chunk, chunk_bytes(group, chunk)))
-                copies.setdefault(step.source, []).append(dense_copies(worker, group, chunk, order.tables))
-        proof = _prove(worker, owed, [c for some in copies.values() for c in some])
+            if wanted is None:
+                continue
+            one = Chunk(step.box, wanted.token_range, dense_order)
+            chunks = split(group, step.box, one.tokens, piece_bytes, order.piece_tokens, dense_order)
+            pieces.setdefault(step.source, []).extend(Piece(chunk, chunk_bytes(group, chunk)) for chunk in chunks)
+            copies = [dense_copies(worker, group, c, order.tables) for c in ([one] if self._pages is None else chunks)]
+            runs.setdefault(step.source, []).extend(self._runs(copies))
+            proved += copies
+        proof = _prove(worker, owed, proved)
         shipments = {
-            source: Shipment(
-                tuple(pieces.get(source, ())), tuple(copies.get(source, ())), ranks, self._runs(copies.get(source, ()))
-            )
+            source: Shipment(tuple(pieces.get(source, ())), ranks, tuple(runs.get(source, ())))
             for source, ranks in way.takers.items()
             if self._rank in ranks
         }
@@ -79,8 +85,8 @@ class Preparer:
         whole = {name: whole_axes(order.target.group(name), sides) for name in order.groups}
         return Prepared(order.transfer, shipments, proof, whole)
 
-    def _runs(self, copies: Sequence[DenseCopies]) -> tuple[bytes, ...]:
-        return () if self._pages is None else tuple(self._pages.runs(piece).encode() for piece in copies)
+    def _runs(self, copies: Sequence[DenseCopies]) -> list[bytes]:
+        return [] if self._pages is None else [self._pages.runs(piece).encode() for piece in copies]
 
 
 def _way(source: Instance, target: Instance, rank: int) -> _Way:

@@ -52,6 +52,7 @@ from kvferry.session.messages import (
 from kvferry.session.registry import Entry
 from kvferry.session.slots import Lease
 from kvferry.session.source import covered
+from kvferry.transport.runs import ROW_BYTES
 
 EARLY_KEEP_S = 600.0
 LOOK_AGAIN_S = 0.5
@@ -265,14 +266,15 @@ class Targets:
             add(t.sums, chunk.box.group, dict(zip(chunk.box.layers, body.digests)))
         del flow.granted[body.piece]
         flow.lease_end_s = max(flow.lease_end_s, claimer_end_s(lease.granted_s, body.lease_s))
-        copies = flow.shipment.copies[body.piece]
         if lease.slot is None:  # it is where it belongs
             self._core.ledger.release(lease)
-            self._landed(t, peer, lease)
+            self._landed(t, peer, lease, len(flow.shipment.runs[body.piece]) // ROW_BYTES)
         else:
             t.scattering[peer, body.piece] = lease
             self._core.out.append(Revoke(lease.grant))
-            self._core.out.append(Scatter(body.transfer, peer, body.piece, lease.slot, lease.nbytes, copies))
+            self._core.out.append(
+                Scatter(body.transfer, peer, body.piece, lease.slot, lease.nbytes, chunk, t.call.tables)
+            )
         if t.phase == "moving" and not any(f.unready or f.waiting or f.granted for f in t.flows.values()):
             t.phase = "landing"
 
@@ -284,13 +286,13 @@ class Targets:
             return None if t.scattering else self._end(t, t.error)
         if isinstance(event, ScatterFailed):
             return self.fail(t, "refused", str(event.error), None, event.error)
-        self._landed(t, event.peer, lease)
+        self._landed(t, event.peer, lease, event.copies)
 
-    def _landed(self, t: Incoming, peer: Peer, lease: Lease) -> None:
+    def _landed(self, t: Incoming, peer: Peer, lease: Lease, copies: int) -> None:
         flow = t.flows[peer]
         flow.landed += 1
         t.bytes += lease.nbytes
-        t.copies += len(flow.shipment.copies[lease.piece].lengths)
+        t.copies += copies
         self._progress(t)
 
     # commit

@@ -12,7 +12,9 @@ import numpy as np
 from kvferry.errors import TransportError
 from kvferry.layout.address import U64, Address, Addresses
 
-_ROW = np.dtype("<u8")
+_WORD = np.dtype("<u8")
+ROW_BYTES = 2 * _WORD.itemsize
+"""Of one run, encoded."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,14 @@ class Runs:
 
     def encode(self) -> bytes:
         """16 bytes per run: address and length as little-endian 64-bit numbers."""
-        return np.stack([self.addresses.u64, self.lengths], axis=1).astype(_ROW).tobytes()
+        return np.stack([self.addresses.u64, self.lengths], axis=1).astype(_WORD).tobytes()
 
 
 def decode_runs(data: bytes, nbytes: int) -> Runs:
     """TransportError for what is no list of runs of `nbytes` bytes together."""
-    if len(data) % 16:
-        raise TransportError(f"a list of runs has 16 bytes each, got {len(data)}")
-    rows = np.frombuffer(data, _ROW).astype(np.uint64).reshape(-1, 2)
+    if len(data) % ROW_BYTES:
+        raise TransportError(f"a list of runs has {ROW_BYTES} bytes each, got {len(data)}")
+    rows = np.frombuffer(data, _WORD).astype(np.uint64).reshape(-1, 2)
     addresses, lengths = Addresses(rows[:, 0]), rows[:, 1]
     # each is checked alone first, so that the sum can't wrap
     if (lengths == 0).any() or (lengths > np.uint64(nbytes)).any() or len(lengths) > nbytes:

@@ -179,7 +179,7 @@ class Sim:
             content = self.landing[job.owner, action.slot]
             assert content == (action.transfer, action.peer, action.piece), "somebody else's bytes were scattered"
             self.scattered.setdefault((job.owner, action.transfer), []).append((action.peer, action.piece))
-            self.event(job.owner, Scattered(action.transfer, action.peer, action.piece))
+            self.event(job.owner, Scattered(action.transfer, action.peer, action.piece, 1))
         else:
             self.prepare(job.owner, action)
 

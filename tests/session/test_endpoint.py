@@ -22,7 +22,8 @@ def cross(pair: Pair, tokens: tuple[int, int] = (0, 21), transfer: str = "t", **
     for rank, report in enumerate(received):
         cells = count * len(shape.rank_layers(rank)) * 2 * len(shape.rank_heads(rank)) * DIM
         assert report.bytes == cells * 4
-        assert report.proof is not None and report.proof.bytes == report.bytes and report.proof.copies == report.copies
+        # what is proved as a whole is moved in pieces, which may cut its runs
+        assert report.proof is not None and report.proof.bytes == report.bytes and report.proof.copies <= report.copies
     assert sum(report.bytes for report in sent) == sum(report.bytes for report in received)
     assert every(pair.targets, "wrong_words", pages, tokens[0], tokens) == [0] * shape.world
     for stats in every(pair.sources + pair.targets, "stats"):

@@ -19,6 +19,7 @@ import numpy as np
 from kvferry.errors import KVFerryError, TransportError
 from kvferry.layout.address import Address
 from kvferry.layout.request import Wanted
+from kvferry.plan.dense import dense_copies
 from kvferry.session import events as e
 from kvferry.session.messages import ChunkDone, Peer, Role, decode, encode
 from kvferry.session.prepare import owned_digests
@@ -421,8 +422,10 @@ class World:
         self.jobs.remove(job)
         if isinstance(action, e.Scatter):
             chunk = node.staging[action.slot][: action.nbytes]
-            self._into_pages(node, action.transfer, lambda: node.memory.scatter(action.copies, chunk))
-            self.post(node, e.Scattered(action.transfer, action.peer, action.piece))
+            group = node.document.group(action.chunk.box.group)
+            copies = dense_copies(node.document.workers[0], group, action.chunk, action.tables)
+            self._into_pages(node, action.transfer, lambda: node.memory.scatter(copies, chunk))
+            self.post(node, e.Scattered(action.transfer, action.peer, action.piece, len(copies.lengths)))
         elif isinstance(action, e.Verify):
             worker, gather = node.document.workers[0], node.memory.gather
             found = owned_digests(action, node.document, worker, gather, SLOT_BYTES)
