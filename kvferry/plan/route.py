@@ -26,7 +26,7 @@ WHOLE: Cycle = (0, 1, 1)
 class Box(Struct, frozen=True):
     """A set of cells: layers × parts × axis segments × the tokens that pass every cycle (rank, size, block).
 
-    `axes` lists every axis of the group; its order is the order of the axes in a dense chunk.
+    `axes` lists every axis of the group; its order is their canonical order in a dense chunk.
     """
 
     group: str

@@ -16,6 +16,7 @@ from kvferry.layout.document import Instance
 from kvferry.layout.request import Wanted
 from kvferry.plan.bind import Copies
 from kvferry.plan.dense import Chunk, DenseCopies, chunk_bytes, dense_copies, split
+from kvferry.plan.follow import best_order
 from kvferry.plan.route import route
 from kvferry.session.endpoint import Endpoint
 from kvferry.session.transfer import Transfer
@@ -165,7 +166,9 @@ class Worker:
         for rank in ranks:
             for step in route(source, target, rank):
                 if self._side == "target" or step.source == self._rank:
-                    chunks += split(scenario.group, step.box, (0, scenario.tokens), SLOT_BYTES)
+                    workers = source.worker(step.source), target.worker(rank)
+                    order = best_order(scenario.group, step.box, *workers)
+                    chunks += split(scenario.group, step.box, (0, scenario.tokens), SLOT_BYTES, order=order)
         return [chunk for chunk in chunks if chunk_bytes(scenario.group, chunk)]
 
     def _instance(self, side: SideName, name: str) -> Instance:
