@@ -37,6 +37,10 @@ CPU = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--ma
 MEMORY = ("--kv-cache-memory-bytes", "67108864", "--shutdown-timeout", "5", "--served-model-name", "m")
 
 
+LOGS: set[str] = set()
+"""Of every server that was started here. Its processes write there, whatever they do with their names and groups."""
+
+
 class Server:
     """One vLLM server from its command; `ready` waits for it, `close` ends it and everything that it started."""
 
@@ -44,6 +48,7 @@ class Server:
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / f"{name}.log"
+        LOGS.add(os.path.realpath(self.log))
         own = {"VLLM_RPC_BASE_PATH": str(folder), "TMPDIR": str(folder), "KVFERRY_DUMP": str(folder / "dumps")}
         own |= {"PORT": str(port), "PYTHON": sys.executable}  # for the example's scripts
         with self.log.open("wb") as log:
@@ -84,12 +89,14 @@ class Server:
                 time.sleep(0.2)
         raise AssertionError(f"{self.name} is not ready after {READY_S:g} s\n{self.tail()}")
 
-    def post(self, path: str, body: dict[str, Any], timeout_s: float = 90.0) -> dict[str, Any]:
+    def post(
+        self, path: str, body: dict[str, Any], timeout_s: float = 90.0, headers: dict[str, str] | None = None
+    ) -> dict[str, Any]:
         """The answer's JSON; for an HTTP error its body, with `status` added."""
         request = urllib.request.Request(
             f"{self.url}{path}",
             json.dumps(body).encode(),
-            {"Content-Type": "application/json", "X-Request-Id": f"test-{uuid.uuid4().hex[:12]}"},
+            {"Content-Type": "application/json", "X-Request-Id": f"test-{uuid.uuid4().hex[:12]}", **(headers or {})},
         )
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
@@ -98,11 +105,16 @@ class Server:
             return {"status": error.code, "error": error.read().decode(errors="replace")}
 
     def complete(
-        self, prompt: list[int] | str, tokens: int = 24, timeout_s: float = 90.0, **extra: Any
+        self,
+        prompt: list[int] | str,
+        tokens: int = 24,
+        timeout_s: float = 90.0,
+        headers: dict[str, str] | None = None,
+        **extra: Any,
     ) -> dict[str, Any]:
         """Greedy completion of exactly `tokens` tokens. TimeoutError, and the connection closed, after `timeout_s`."""
         body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        return self.post("/v1/completions", {**body, "return_token_ids": True, **extra}, timeout_s)
+        return self.post("/v1/completions", {**body, "return_token_ids": True, **extra}, timeout_s, headers)
 
     def text(self) -> str:
         return self.log.read_text(errors="replace")
@@ -128,7 +140,8 @@ class Server:
 
 @contextlib.contextmanager
 def nothing_left() -> Iterator[None]:
-    """AssertionError where a vLLM process is there afterwards that wasn't before; landing memory ends with its process.
+    """AssertionError where a process of a server is there afterwards that wasn't before, of those started here: another
+    run beside this one may have its own. Landing memory ends with its process.
 
     A vLLM that is killed leaves names in /dev/shm; those that no process maps any more are removed.
     """
@@ -144,8 +157,15 @@ def _serving() -> set[str]:
     return {
         f"{process}: {command[:100]}"
         for process, command in _each_process("cmdline").items()
-        if "vllm.entrypoints" in command or command.startswith("VLLM::")
+        if _output(process) in LOGS
     }
+
+
+def _output(process: str) -> str:
+    try:
+        return os.readlink(f"/proc/{process}/fd/1")
+    except OSError:
+        return ""
 
 
 def _each_process(file: str) -> dict[str, str]:

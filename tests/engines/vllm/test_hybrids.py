@@ -113,17 +113,71 @@ def test_a_prompt_of_one_token_has_no_state_before_it(states: Pair) -> None:
     assert tokens_of(target.complete([5])) == tokens_of(source.complete([5]))
 
 
-@pytest.mark.long
+LATENT_LENGTHS = (2, 16, 17, 130, 400)
+"""A block holds 16 tokens: vLLM's CPU kernel knows no other."""
+LATENT_BYTES = 3 * 576 * 4
+"""3 layers, 512 + 64 float32 numbers: of one token, on each worker."""
+
+
 @pytest.mark.parametrize("turned", [False, True], ids=["tp1-to-tp2", "tp2-to-tp1"])
 def test_latents_cross_once_for_each_worker_that_keeps_them(latents: Pair, turned: bool) -> None:
-    """Tokens are not compared: on CPUs vLLM computes a prompt by one kernel and an answer by another, and random
-    weights make much of little. Which bytes go where is compared on made-up tensors (test_states, test_layout).
-    """
     source, target = latents[::-1] if turned else latents
-    for length in LENGTHS:
-        prompt = prompt_of(length, 2000 + turned + length)
-        loads = len(received(target))
-        assert len(tokens_of(disaggregated(source, target, prompt))) == 24
-        assert len(received(target)) > loads, f"{length} tokens: nothing was moved"
-        assert received(target)[-1] == (length - 1) * 3 * 576 * 4
-    idle(source, target)
+    loads = len(received(target))
+    all_equal(source, target, 2000 + turned, LATENT_LENGTHS)
+    expected = [(length - 1) * LATENT_BYTES for length in LATENT_LENGTHS]
+    workers = 1 if turned else 2
+    assert received(target)[loads:] == [size for size in expected for _ in range(workers)]
+
+
+@pytest.mark.long
+def test_latents_give_the_tokens_of_a_plain_server(tmp_path: Path) -> None:
+    """One worker each; and the server that they are compared with knows nothing of kvferry."""
+    model, one = write_latent_model(tmp_path / "model"), ("--tensor-parallel-size", "1")
+    configs = {"plain": None, "prefill": connector("kv_producer"), "decode": connector("kv_consumer")}
+    with nothing_left():
+        servers = [Server.of_model(name, model, tmp_path, *one, connector=config) for name, config in configs.items()]
+        try:
+            plain, source, target = (server.ready() for server in servers)
+            for length in LATENT_LENGTHS:
+                prompt = prompt_of(length, 3000 + length)
+                assert tokens_of(disaggregated(source, target, prompt)) == tokens_of(plain.complete(prompt)), length
+            assert received(target) == [(length - 1) * LATENT_BYTES for length in LATENT_LENGTHS]
+            idle(source, target)
+        finally:
+            for server in servers:
+                server.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_why_the_latent_model_scales_its_positions(tokens: int) -> None:
+    """vLLM 0.32's CPU kernel for unscaled rotary positions reads `[token, head, dim]`, which latent attention gives it,
+    as `[token, dim]`: of the rows of all tokens and heads it turns the first `tokens`, and keys as if they lay side by
+    side. So of a prompt the first key only is right, and of an answer, computed token by token, each is. Where this
+    test fails, vLLM was mended, and the tiny model needs no scaled positions.
+    """
+    import torch
+    from vllm import _custom_ops
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    heads, dim, latent = 8, 64, 512
+    draw = torch.Generator().manual_seed(tokens)
+    angles = torch.outer(torch.arange(1024.0), 10_000 ** (-torch.arange(0, dim, 2) / dim))
+    cos, sin = angles.cos(), angles.sin()
+    positions = torch.arange(500, 500 + tokens)
+
+    def turned(rows: torch.Tensor) -> torch.Tensor:
+        even, odd = rows[..., 0::2], rows[..., 1::2]
+        c, s = cos[positions][:, None], sin[positions][:, None]
+        return torch.stack([even * c - odd * s, odd * c + even * s], -1).flatten(-2)
+
+    query = torch.randn(tokens, heads, 32 + dim, generator=draw)[..., 32:]
+    keys = torch.randn(tokens, latent + dim, generator=draw)[:, latent:].unsqueeze(1)
+    rows = query.reshape(-1, 1, dim)
+    as_read = torch.cat([turned(rows[:tokens]), rows[tokens:]]).view(query.shape)
+    right, right_keys = turned(query), turned(keys)
+    _custom_ops.rotary_embedding(positions, query, keys, dim, torch.cat([cos, sin], -1), False)
+    assert torch.allclose(query, as_read, atol=1e-4) and not torch.allclose(query, right, atol=0.1)
+    wrong = (keys - right_keys).abs().amax((1, 2)) > 0.1
+    assert wrong.tolist() == [False] + [True] * (tokens - 1)

@@ -101,7 +101,11 @@ def write_state_model(folder: Path) -> Path:
 
 
 def write_latent_model(folder: Path) -> Path:
-    """Three layers of latent attention; vLLM's CPU kernel knows 512 + 64 numbers per token only."""
+    """Three layers of latent attention; vLLM's CPU kernel knows 512 + 64 numbers per token only.
+
+    Positions are scaled (YaRN) as in DeepSeek's models: with unscaled ones vLLM 0.32 on CPUs computes prompts otherwise
+    than answers, so a plain server disagrees with itself (`test_why_the_latent_model_scales_its_positions`).
+    """
     import torch
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
@@ -124,6 +128,14 @@ def write_latent_model(folder: Path) -> Path:
         n_shared_experts=1,
         num_experts_per_tok=2,
         max_position_embeddings=1024,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 256,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        },
         initializer_range=0.12,
         tie_word_embeddings=False,
         bos_token_id=None,
