@@ -16,7 +16,7 @@ from kvferry.plan.digest import layer_digests
 from kvferry.session.events import Write, WriteFailed, Written
 from kvferry.session.messages import Digest, Peer
 from kvferry.session.shell import LOG, JobThreads
-from kvferry.transport.base import Fill, Memory, Transport
+from kvferry.transport.base import Fill, LinkClosed, Memory, Transport
 from kvferry.transport.base import Peer as Link
 from kvferry.transport.copies import Bytes
 from kvferry.transport.runs import cut_to_each_other, decode_runs, one_run
@@ -49,6 +49,7 @@ class Writer:
         self._changing = threading.Lock()
         self.link: Link | None = None
         self._closed = False
+        self._used: list[Link] = []  # once for each write that is under way
         self._threads = JobThreads(f"writer-{peer.rank}", THREADS)
 
     def put(self, job: Write, cancelled: threading.Event) -> None:
@@ -61,8 +62,8 @@ class Writer:
         ended = self._threads.join(timeout_s)
         with self._changing:
             self._closed = True
-            link, self.link = self.link, None
-        if link is not None:
+            links, self.link = [link for link in (self.link, *self._used) if link is not None], None
+        for link in links:
             link.close()
         return ended
 
@@ -75,7 +76,6 @@ class Writer:
             copies = dense_copies(self._worker, self._instance.group(job.chunk.box.group), job.chunk, job.tables)
         if copies.total_bytes != job.nbytes:
             raise PlanError(f"piece {job.piece} has {copies.total_bytes} bytes here, {job.nbytes} were granted")
-        link = self._connect(job.export)
         digests: tuple[int, ...] = ()
 
         def gather(out: Bytes) -> None:
@@ -86,11 +86,20 @@ class Writer:
                 digests = self._digests(job, out, job.digest)
 
         try:
-            count, gathered = self._send(link, job, copies, gather)
+            name, count, gathered = self._try(job, copies, gather)
+        except LinkClosed:  # by a write of another transfer, which must not fail this one too
+            name, count, gathered = self._try(job, copies, gather)
+        return Written(job.transfer, job.peer, job.piece, count, digests, name, gathered)
+
+    def _try(self, job: Write, copies: DenseCopies, gather: Fill) -> tuple[str, int, bool]:
+        link = self._take(job.export)
+        try:
+            return link.name, *self._send(link, job, copies, gather)
         except TransportError:
-            self._hang_up(link)
+            self._forget(link)
             raise
-        return Written(job.transfer, job.peer, job.piece, count, digests, link.name, gathered)
+        finally:
+            self._give_back(link)
 
     def _digests(self, job: Write, data: Bytes, digest: Digest) -> tuple[int, ...]:
         group = self._instance.group(job.chunk.box.group)
@@ -117,17 +126,26 @@ class Writer:
     def _failed(self, job: Write, error: KVFerryError) -> WriteFailed:
         return WriteFailed(job.transfer, job.peer, job.piece, error)
 
-    def _connect(self, export: bytes) -> Link:
+    def _take(self, export: bytes) -> Link:
         with self._changing:
             if self._closed:
                 raise TransportError(f"the line to {self._peer} is closed")
             if self.link is None:
                 self.link = self._transport.connect(export)
                 LOG.info("writes to %s by %s (%s)", self._peer, self.link.name, self.link.reason)
+            self._used.append(self.link)
             return self.link
 
-    def _hang_up(self, link: Link) -> None:
+    def _forget(self, link: Link) -> None:
+        """The next write connects again."""
         with self._changing:
             if self.link is link:
                 self.link = None
-        link.close()
+
+    def _give_back(self, link: Link) -> None:
+        """A forgotten link is closed by the last write that used it: what is under way there is not its fault."""
+        with self._changing:
+            self._used.remove(link)
+            unused = link is not self.link and link not in self._used
+        if unused:
+            link.close()

@@ -70,6 +70,10 @@ Fill: TypeAlias = Callable[[Bytes], None]
 """Puts all bytes of one write into the memory it is given."""
 
 
+class LinkClosed(TransportError):
+    """Nothing of this write was sent: the link had been closed before, as when another write broke it."""
+
+
 class Peer(Protocol):
     """A target that we can write to. Thread-safe."""
 
@@ -83,8 +87,9 @@ class Peer(Protocol):
 
         `fill` gets `nbytes` bytes of memory: the slot itself where this process can reach it, else memory that the
         bytes then leave from. Whatever it raises is passed on. TransportError: whether bytes arrived is unknown, and
-        this peer may be of no further use. Either way this write touches the target no more (over tcp: once its grant
-        has been revoked); where that can't be known when `timeout_s` has passed, the call goes on until it is.
+        this peer may be of no further use. LinkClosed: it was already, and nothing was sent. Either way this write
+        touches the target no more (over tcp: once its grant has been revoked); where that can't be known when
+        `timeout_s` has passed, the call goes on until it is.
         """
 
     moves: bool

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvferry.errors import TransportError, TransportUnavailable
 from kvferry.layout.address import U64, Address, Addresses
-from kvferry.transport.base import Export, Fill, LocalCard, Outbox, WritesOnly
+from kvferry.transport.base import Export, Fill, LinkClosed, LocalCard, Outbox, WritesOnly
 from kvferry.transport.copies import Bytes
 from kvferry.transport.memory import host_address
 from kvferry.transport.process import ProcessWatch, start_ticks
@@ -64,7 +64,7 @@ class ShmPeer(WritesOnly):
         self._watch.check()
         file = self._bytes
         if file is None:
-            raise TransportError("the connection is closed")
+            raise LinkClosed("the connection is closed")
         fill(slot_view(file, self._slots, slot)[offset : offset + nbytes])
         self._watch.check()
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from kvferry.errors import MissingExtra, TransportError, TransportUnavailable
 from kvferry.layout.address import U64, Address, Addresses
-from kvferry.transport.base import Export, Fill, NixlCard, Outbox
+from kvferry.transport.base import Export, Fill, LinkClosed, NixlCard, Outbox
 from kvferry.transport.copies import Bytes
 from kvferry.transport.memory import host_address
 from kvferry.transport.staging import HEADER_BYTES, MAGIC, PROBE_OFFSET, Staging
@@ -212,7 +212,7 @@ class NixlPeer:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise TransportError("the connection is closed")
+            raise LinkClosed("the connection is closed")
 
     def _probe(self, key: bytes) -> None:
         """Read the key there and write it beside, as a first sign of life in both directions."""

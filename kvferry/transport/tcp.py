@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import TransportError, TransportUnavailable
 from kvferry.layout.address import Address
-from kvferry.transport.base import Export, Fill, Outbox, TcpCard, WritesOnly
+from kvferry.transport.base import Export, Fill, LinkClosed, Outbox, TcpCard, WritesOnly
 from kvferry.transport.copies import Bytes
 from kvferry.transport.hosts import is_loopback, machine_address
 from kvferry.transport.staging import Staging
@@ -205,6 +205,7 @@ class TcpPeer(WritesOnly):
         self._slots = export.slots
         self._outbox = Outbox(export.slots.slot_bytes)
         self._lock = threading.Lock()
+        self._closed = False
         where = f"{card.host}:{card.port}"
         try:
             host = _ipv4(card.host, own_host)
@@ -230,22 +231,28 @@ class TcpPeer(WritesOnly):
         if not self._lock.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
             raise TransportError(f"write of {data.nbytes} bytes: earlier writes took all of its {timeout_s} s")
         try:
+            if self._closed:
+                raise LinkClosed("the connection is closed")
             self._exchange(WRITE, grant, address, data.data, deadline_s)
         except OSError as error:
-            self._socket.close()
+            self._end()
             late = isinstance(error, TimeoutError)
             problem = f"not done within {timeout_s} s" if late else f"the connection broke: {error}"
             raise TransportError(f"write of {data.nbytes} bytes to {address}: {problem}") from None
         except TransportError:
-            self._socket.close()
+            self._end()
             raise
         finally:
             self._lock.release()
 
+    def _end(self) -> None:
+        self._closed = True
+        self._socket.close()
+
     def close(self) -> None:
         _shut(self._socket)  # ends a write that is under way in another thread
         with self._lock:
-            self._socket.close()
+            self._end()
 
     def _exchange(self, kind: int, grant: bytes, address: Address, data: bytes | memoryview, deadline_s: float) -> None:
         header = HEADER.pack(FRAME_MAGIC, VERSION, kind, len(grant), address.value, len(data), grant)
