@@ -54,6 +54,7 @@ class Seat:
         )
         self.alive = True
         self.stopped = False
+        until(lambda: self("registered"), f"{self} is registered")
 
     def __call__(self, name: str, *args: Any, **options: Any) -> Any:
         return self.member(name, *args, **options)

@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 
 import kvferry.session.endpoint
-from kvferry.errors import PeerLost, TransferAborted, TransferCorrupted, TransferError, TransferRefused, TransferTimeout
+from kvferry.errors import (
+    PeerLost,
+    RegistryError,
+    TransferAborted,
+    TransferCorrupted,
+    TransferError,
+    TransferRefused,
+    TransferTimeout,
+)
 from kvferry.session.lines import Lines
 from tests.session.crew import Worker
 from tests.session.pools import Shape, WorkerPool
@@ -34,6 +42,15 @@ class FaultWorker(Worker):
         self.twin = WorkerPool(shape, rank)
         self._install_holds()
         return int(real[0].rpartition(":")[2])
+
+    def registered(self) -> bool:
+        """Whether the registry lists this start: an endpoint that is there has not yet told it."""
+        me = self._endpoint._me
+        try:
+            found = self._endpoint._rendezvous._registry.instance(me.instance)
+        except RegistryError:
+            return False
+        return any((entry.rank, entry.generation) == (me.rank, me.generation) for entry in found.workers)
 
     # what is in memory
 
