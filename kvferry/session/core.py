@@ -100,21 +100,37 @@ class _Hello:
 
 
 class Memory:
-    """Which transfers have ended here, the newest `REMEMBERED`: None for success, else the kind and the reason."""
+    """Which transfers have ended here, `REMEMBERED` of them: None for success, else the kind and the reason.
+
+    What peers tell of ids that nobody called here counts as theirs. Whoever has the most here is forgotten first, so
+    that a peer's flood pushes out its own.
+    """
 
     def __init__(self) -> None:
-        self._ends: OrderedDict[str, tuple[FailureKind, str] | None] = OrderedDict()
+        self._owners: dict[str, Peer | None] = {}
+        self._ends: dict[Peer | None, OrderedDict[str, tuple[FailureKind, str] | None]] = {}
 
-    def add(self, transfer: str, end: tuple[FailureKind, str] | None) -> None:
-        self._ends[transfer] = end
-        if len(self._ends) > REMEMBERED:
-            self._ends.popitem(last=False)
+    def add(self, transfer: str, end: tuple[FailureKind, str] | None, owner: Peer | None = None) -> None:
+        """`owner`: the peer that told of it, None where it was called here."""
+        if transfer in self._owners:
+            self._forget(transfer)
+        self._owners[transfer] = owner
+        self._ends.setdefault(owner, OrderedDict())[transfer] = end
+        if len(self._owners) > REMEMBERED:
+            most = max(self._ends.values(), key=len)
+            self._forget(next(iter(most)))
+
+    def _forget(self, transfer: str) -> None:
+        owner = self._owners.pop(transfer)
+        del self._ends[owner][transfer]
+        if not self._ends[owner]:
+            del self._ends[owner]
 
     def __contains__(self, transfer: str) -> bool:
-        return transfer in self._ends
+        return transfer in self._owners
 
     def __getitem__(self, transfer: str) -> tuple[FailureKind, str] | None:
-        return self._ends[transfer]
+        return self._ends[self._owners[transfer]][transfer]
 
 
 class Core:

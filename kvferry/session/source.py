@@ -235,7 +235,7 @@ class Sources:
         if o is not None and (not o.takers or any(peer.instance == taker.instance for taker in o.takers)):
             self.fail(body.transfer, body.kind, told_by(peer, body), peer)
         elif o is None and body.transfer not in self._past:
-            self._past.add(body.transfer, (body.kind, told_by(peer, body)))
+            self._past.add(body.transfer, (body.kind, told_by(peer, body)), peer)
         self.acknowledge(body.transfer, peer)
 
     def acknowledge(self, transfer: str, peer: Peer) -> None:
@@ -257,7 +257,7 @@ class Sources:
         who = str(peer) if peer else ", ".join(map(str, list(o.takers)[:4]))
         where = Where(transfer, who, o.phase, core.now - o.started_s)
         if transfer not in self._past:
-            self._past.add(transfer, (kind, problem))
+            self._past.add(transfer, (kind, problem), None if o.called else next(iter(o.takers), peer))
         core.delivery.drop(transfer, SOURCE_SAYS)
         for taker in o.takers:
             if taker in core.known:

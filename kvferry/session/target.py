@@ -129,7 +129,7 @@ class Targets:
                 )
             t.problem = f"the registry does not list this worker, {core.me}, but an earlier start of it"
             del t.found[self._own]
-            core.out.append(Lookup(core.me.instance, t.deadline_s))
+            t.look_again_s = core.now + LOOK_AGAIN_S
             return
         t.sources, t.ranks = peers_of(source), peers_of(own)
         absent = []
@@ -380,7 +380,7 @@ class Targets:
             return self.fail(t, body.kind, told_by(peer, body), peer)
         if t is None and body.transfer not in self._past and peer.instance == self._core.me.instance:
             self._early.pop(body.transfer, None)
-            self._past.add(body.transfer, (body.kind, told_by(peer, body)))
+            self._past.add(body.transfer, (body.kind, told_by(peer, body)), peer)
 
     def fail(
         self, t: Incoming, kind: FailureKind, problem: str, peer: Peer | None, cause: BaseException | None = None

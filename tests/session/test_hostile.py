@@ -14,8 +14,8 @@ from kvferry.plan.dense import Chunk
 from kvferry.plan.route import Box
 from kvferry.session import core, source
 from kvferry.session.endpoint import Endpoint
-from kvferry.session.events import Close, Ended, Found, ReceiveCall, Received
-from kvferry.session.messages import Offer, Part, Peer, Piece
+from kvferry.session.events import Close, Ended, Found, ReceiveCall, Received, SendCall
+from kvferry.session.messages import Abort, Offer, Part, Peer, Piece
 from kvferry.session.registry import Entry, Registry
 from kvferry.session.source import missing_problem, offer_problem
 from kvferry.transport.memory import HostMemory, map_array
@@ -174,3 +174,27 @@ def test_offers_that_wait_are_bounded_in_size_and_time(monkeypatch: pytest.Monke
     assert len(waiting) == 3
     machine.tick(sim.now + source.EARLY_MAX_S + 1)
     assert not machine.sources.running
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["aborts", "offers that expire"])
+def test_a_flood_of_ends_makes_us_forget_the_flooders_own_only(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a send() whose target has told us of its end would hold its pages until its own deadline."""
+    monkeypatch.setattr(core, "REMEMBERED", 60)
+    sim = Sim(random.Random(0), {"p": Shape(), "d": Shape(tp=2)})
+    (source,), (target, flooder) = sim.peers("p"), sim.peers("d")
+    for name in ("a", "b"):
+        for peer, call in sim.start(name, "p", "d"):
+            sim.event(peer, call)
+    sim.settle()
+    sim.ended.clear()
+    sim.event(source, Received(target, source, Abort("wanted", 1, "source", "aborted", "the user went away")))
+    for number in range(300):
+        flood = Offer(f"f{number}", 1, TOKENS, (), (1,), 1.0) if early else Abort(f"f{number}", 1, "source", "lost", "")
+        sim.event(source, Received(flooder, source, flood))
+        sim.pass_time(1.5 if early else 0.0)
+    for name in ("wanted", "a", "b"):
+        sim.event(source, SendCall(name, TOKENS, TABLES, 100.0))
+    problems = {ended.transfer: str(ended.error) for _, ended, _ in sim.ended if ended.transfer[0] != "f"}
+    assert f"aborted by {target}: the user went away" in problems["wanted"]
+    assert "ids are unique" in problems["a"] and "ids are unique" in problems["b"]
+    assert len(sim.machines[source].sources._past._owners) == 60

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvferry.errors import PeerLost, TransferAborted, TransferRefused, TransferTimeout
 from kvferry.layout.address import Address
 from kvferry.layout.request import Wanted
-from kvferry.session.events import AbortCall, Ended, ReceiveCall, Received, Scatter, SendCall
+from kvferry.session.events import AbortCall, Action, Ended, Lookup, ReceiveCall, Received, Scatter, SendCall
 from kvferry.session.messages import Abort, ChunkDone, Commit, Complete, Goodbye, Grant, Grants, Landed, Offer, Peer
 from kvferry.session.registry import Entry
 from tests.session.pools import Shape, table
@@ -386,6 +386,30 @@ def test_a_superseded_worker_is_told_so_at_once() -> None:
     assert isinstance(ended.error, TransferRefused)
     assert "superseded by a later start, d/2/0" in str(ended.error)
     assert at_s == 0.0
+
+
+def test_a_worker_that_is_listed_under_an_earlier_start_asks_the_registry_now_and_then() -> None:
+    """Until its own entry is there; a registry that answers at once is not asked without a pause."""
+    sim = make(1, 1)
+    (entry,) = sim.entries["d"]
+    sim.entries["d"] = (msgspec.structs.replace(entry, generation=0),)
+    asked: list[float] = []
+    act = sim.act
+
+    def listen(peer: Peer, actions: list[Action]) -> None:
+        asked.extend(sim.now for action in actions if isinstance(action, Lookup) and action.instance == "d")
+        act(peer, actions)
+
+    sim.act = listen  # type: ignore[method-assign]
+    for peer, call in sim.start("a", "p", "d"):
+        sim.event(peer, call)
+    while sim.now < 3.0:
+        sim.pass_time(0.05)
+    assert 4 <= len(asked) <= 8
+    sim.entries["d"] = (entry,)
+    sim.settle()
+    assert all(ended.error is None for ended in check(sim, ["a"], 10).values())
+    assert max(at_s for _, _, at_s in sim.ended) < 5
 
 
 def test_a_leader_that_was_stopped_does_not_commit_after_the_deadline() -> None:
