@@ -18,9 +18,11 @@ import pytest
 
 from kvferry.cli.soak import add_arguments, run
 from kvferry.cli.soak.faults import Fault, Faults
+from kvferry.cli.soak.fleet import make_deployment
 from kvferry.cli.soak.load import SHAPES, SOURCES, Load
 from kvferry.cli.soak.pool import Shape, WorkerPool
 from kvferry.cli.soak.worker import Worker
+from kvferry.session.keys import read_keys
 from tests.cli import planted
 
 COMMAND = [sys.executable, "-m", "kvferry.cli.main", "soak"]
@@ -41,15 +43,16 @@ def soak(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[st
     return soaked
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("given", [("auto",), ("tcp", "--keys")], ids=["auto", "tcp with keys"])
 @pytest.mark.slow
 @pytest.mark.faults
 @pytest.mark.timeout(240)
-def test_a_short_run_is_good(transport: str, soak: Callable[..., Any]) -> None:
-    code, report = soak(Worker, "--minutes", "0.4", "--seed", "7", "--transport", transport)
+def test_a_short_run_is_good(given: tuple[str, ...], soak: Callable[..., Any]) -> None:
+    code, report = soak(Worker, "--minutes", "0.4", "--seed", "7", "--transport", *given)
     print(json.dumps(report, indent=1))
     assert code == 0, report["problems"]
     assert report["format"] == "kvferry-soak/1" and report["good"]
+    assert report["keys"] == ("--keys" in given)
     assert report["requests"]["done"] > 10 and sum(report["faults"].values()) > 3
     nothing = ("wrong_bytes", "hung", "unexplained", "pages_held", "slots_held")
     assert [report[name] for name in nothing] == [0] * 5
@@ -120,6 +123,13 @@ def test_bad_options_end_with_one_line(given: tuple[str, ...]) -> None:
 
 
 # its parts
+
+
+def test_members_of_its_deployment_know_each_other_and_have_keys_of_their_own(tmp_path: Path) -> None:
+    folders = make_deployment(tmp_path, ["registry", "prefill-a/0", "decode/0", "decode/1"])
+    keys = [read_keys(folder) for folder in folders.values()]
+    assert len({one.public for one in keys}) == 4 and len({one.registry for one in keys}) == 1
+    assert all(one.allowed == {other.public for other in keys} for one in keys)
 
 
 class NoFleet:

@@ -32,13 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transport", choices=TRANSPORTS, default="auto", help="how bytes travel (default: the fastest that works)"
     )
+    parser.add_argument(
+        "--keys", action="store_true", help="give the registry and each worker a key pair of its own, as in production"
+    )
     parser.add_argument("--json", action="store_true", help="print a kvferry-soak/1 document")
 
 
 def run(args: argparse.Namespace, make: Callable[[], Worker] = Worker) -> int:
     """`make`: what each worker process holds."""
     seed = secrets.randbelow(1 << 31) if args.seed is None else args.seed
-    settings = Settings(args.minutes, seed, args.transport, make)
+    settings = Settings(args.minutes, seed, args.transport, make, args.keys)
     outcome = Outcome(settings)
     with Progress(sys.stderr) as progress, interrupts() as interrupted:
         progress.total = 1000

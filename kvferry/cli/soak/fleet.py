@@ -5,9 +5,10 @@ nothing here waits for an answer.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,7 @@ from typing import Literal
 from kvferry.cli.crew import Member
 from kvferry.cli.soak.pool import Shape
 from kvferry.cli.soak.worker import Ended, Look, Worker
+from kvferry.session.keys import make_keys, read_keys
 from kvferry.session.registry import RegistryServer
 
 TURN_S = 0.01
@@ -22,10 +24,10 @@ TURN_S = 0.01
 
 
 class Registry:
-    """The registry's process, in the process."""
+    """The registry's process, in the process. `keys`: the folder of its keys, if it has any."""
 
-    def open(self, port: int) -> int:
-        self._server = RegistryServer(port=port)
+    def open(self, port: int, keys: Path | None) -> int:
+        self._server = RegistryServer(port=port, keys=read_keys(keys) if keys else None)
         return int(self._server.url.rpartition(":")[2])
 
 
@@ -154,27 +156,44 @@ class RegistrySeat(Seat):
 
     NAME = "registry"
 
-    def __init__(self) -> None:
-        super().__init__(self.NAME, Registry, (0,))
+    def __init__(self, keys: Path | None) -> None:
+        super().__init__(self.NAME, Registry, (0, keys))
         self.start()
         assert self._member is not None
         self.port = int(self._member.answer())
-        self._asked, self.state, self._opening = "", "open", (self.port,)
+        self._asked, self.state, self._opening = "", "open", (self.port, keys)
 
     def pump(self) -> None:
         self._answer()
 
 
-class Fleet:
-    """`shapes`: by instance. Use as a context manager."""
+def make_deployment(folder: Path, names: Sequence[str]) -> dict[str, Path]:
+    """A folder of keys for each of these, which know each other, by name."""
+    first, *others = found = {name: folder / name.replace("/", "-") for name in names}
+    make_keys(found[first], found[first].name)
+    for name in others:
+        make_keys(found[name], found[name].name, join=found[first])
+    for name in others:
+        shutil.copytree(found[first] / "allowed", found[name] / "allowed", dirs_exist_ok=True)
+    return found
 
-    def __init__(self, shapes: Mapping[str, Shape], transport: str, make: Callable[[], Worker]) -> None:
-        self.registry = RegistrySeat()
+
+class Fleet:
+    """`shapes`: by instance; `keys`: an empty folder for the keys of all, None where they have none. Use as a context
+    manager.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, Shape], transport: str, make: Callable[[], Worker], keys: Path | None = None
+    ) -> None:
+        places = [(name, shape, rank) for name, shape in shapes.items() for rank in range(shape.tp)]
+        names = [RegistrySeat.NAME, *(f"{name}/{rank}" for name, _, rank in places)]
+        folders = make_deployment(keys, names) if keys else {}
+        self.registry = RegistrySeat(folders.get(RegistrySeat.NAME))
         url = f"http://127.0.0.1:{self.registry.port}"
         self.workers = [
-            WorkerSeat(name, rank, make, (name, shape, rank, url, transport))
-            for name, shape in shapes.items()
-            for rank in range(shape.tp)
+            WorkerSeat(name, rank, make, (name, shape, rank, url, transport, folders.get(f"{name}/{rank}")))
+            for name, shape, rank in places
         ]
         for seat in self.workers:
             seat.start()

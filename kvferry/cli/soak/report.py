@@ -25,7 +25,7 @@ class Process(Struct, frozen=True):
 
 
 class Report(Struct, frozen=True):
-    """A kvferry-soak/1 document. `good`: no problem was seen."""
+    """A kvferry-soak/1 document. `good`: no problem was seen; `keys`: whether keys were made for it."""
 
     format: str
     good: bool
@@ -33,6 +33,7 @@ class Report(Struct, frozen=True):
     seconds: float
     seed: int
     transport: str
+    keys: bool
     requests: dict[str, int]
     faults: dict[str, int]
     restarts: int
@@ -59,6 +60,7 @@ def report_of(outcome: Outcome) -> Report:
         seconds=round(outcome.seconds, 1),
         seed=outcome.settings.seed,
         transport=outcome.settings.transport,
+        keys=outcome.settings.keys,
         requests=dict(outcome.requests.most_common()),
         faults=dict(sorted(outcome.faults.items())),
         restarts=outcome.restarts,
@@ -120,7 +122,7 @@ def as_text(report: Report) -> str:
         *(f"WRONG: {problem}" for problem in report.problems),
         f"{'good' if report.good else 'NOT GOOD'}{', interrupted' if report.interrupted else ''}: "
         f"{report.seconds:g} s, {report.quiet_moments} quiet moments, transport {report.transport}, "
-        f"seed {report.seed}",
+        f"{'with keys, ' if report.keys else ''}seed {report.seed}",
     ]
     return "\n".join(lines)
 

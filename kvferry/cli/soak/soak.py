@@ -6,7 +6,10 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from kvferry.cli.soak.faults import Faults
 from kvferry.cli.soak.fleet import Fleet, Numbers, Seat, WorkerSeat
@@ -29,6 +32,7 @@ class Settings:
     seed: int
     transport: str
     make: Callable[[], Worker] = Worker
+    keys: bool = False
 
 
 @dataclass
@@ -275,5 +279,8 @@ def soak(
     settings: Settings, outcome: Outcome, say: Callable[[str], None], enough: Callable[[], bool] = lambda: False
 ) -> None:
     """Fills `outcome` as it goes. `enough`: whether it should come to its end."""
-    with Fleet(SHAPES, settings.transport, settings.make) as fleet:
+    with ExitStack() as opened:
+        folder = opened.enter_context(TemporaryDirectory(prefix="kvferry-soak-")) if settings.keys else None
+        keys = Path(folder) if folder else None
+        fleet = opened.enter_context(Fleet(SHAPES, settings.transport, settings.make, keys))
         Soak(settings, fleet, outcome, say, enough).run()

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from kvferry.cli.soak.pool import GROUP, Shape, WorkerPool
 from kvferry.errors import PeerLost, TransferAborted, TransferCorrupted, TransferError, TransferRefused, TransferTimeout
 from kvferry.layout.request import Side, Table, Wanted
 from kvferry.session.endpoint import Endpoint
+from kvferry.session.keys import read_keys
 from kvferry.session.messages import Role
 from kvferry.session.transfer import Transfer
 from kvferry.transport.memory import HostMemory, map_array
@@ -96,7 +98,8 @@ class Worker:
         logging.getLogger("kvferry").addHandler(self._complaints)
         logging.getLogger("kvferry").propagate = False
 
-    def open(self, name: str, shape: Shape, rank: int, registry: str, transport: str) -> None:
+    def open(self, name: str, shape: Shape, rank: int, registry: str, transport: str, keys: Path | None) -> None:
+        """`keys`: the folder of this worker's keys, if it has any."""
         self.pool = WorkerPool(shape, rank)
         self.endpoint = Endpoint(
             shape.instance(name, self.pool.address),
@@ -109,6 +112,7 @@ class Worker:
             slot_bytes=SLOT_BYTES,
             digest=True,
             ttl_s=TTL_S,
+            keys=read_keys(keys) if keys else None,
         )
         self._running: dict[tuple[Role, str], tuple[Transfer, Request]] = {}
         self._later: list[tuple[float, Callable[[], None]]] = []
