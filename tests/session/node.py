@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -97,6 +98,7 @@ class Node:
         self.watches: set[Peer] = set()
         self.alive, self.paused, self.offset_s = True, False, offset_s
         self.stalled = False  # what it writes stands still on the way
+        self.closes_s = math.inf  # its endpoint is closed, and waits for its peers until then
         self.document = instance(peer.instance, shape, (self.pool.worker(),))
         self.address = f"tcp://127.0.0.1:{1000 + peer.generation}"
         card = Card(self.address, shape.world, self.document, b"", Process(peer.generation, 1, "here"))
@@ -111,6 +113,11 @@ class Node:
             draw_grant,
             setup.digests,
         )
+
+    @property
+    def open(self) -> bool:
+        """Whether its engine may call it."""
+        return self.alive and self.closes_s == math.inf
 
     def cells(self, call: Call, tokens: tuple[int, int], layers: range) -> Iterator[tuple[Any, Any, Any]]:
         """(view, index of the tokens, what must lie there) for each layer and part that this worker owns."""

@@ -125,21 +125,35 @@ class Histories(RuleBasedStateMachine):
 
     @rule(pick=PICKS, witnessed=st.booleans(), again=st.booleans())
     def kill(self, pick: int, witnessed: bool, again: bool) -> None:
-        if len(self.world.living()) > 1:
-            node = self._pick(pick)
+        node = self._pick(pick)
+        if self._others(node):
             self.world.kill(node, witnessed)
             if again and node in self.world.current(node.peer.instance):
                 self.world.boot(node.peer.instance, node.peer.rank)
 
+    @rule(pick=PICKS, again=st.booleans())
+    def close(self, pick: int, again: bool) -> None:
+        """Its endpoint is closed, and perhaps another one is opened in its place at once."""
+        node = self._pick(pick)
+        if self._others(node) and node.open and not node.paused:
+            newest = node in self.world.current(node.peer.instance)
+            self.world.close(node)
+            if again and newest:
+                self.world.boot(node.peer.instance, node.peer.rank)
+
     @rule(pick=PICKS)
     def restart(self, pick: int) -> None:
-        """Of a worker that is dead or stands still: then the old one goes on some day, under its old generation."""
+        """Of a worker that is closed, dead or stands still: then the old one goes on some day, under its generation."""
         world = self.world
         newest = [node for name in world.registry for node in world.current(name)]
-        down = [node for node in newest if not node.alive or node.paused]
+        down = [node.peer for node in newest if not node.alive or node.paused] + world.vacant()
         if down:
-            peer = down[pick % len(down)].peer
+            peer = down[pick % len(down)]
             world.boot(peer.instance, peer.rank)
+
+    def _others(self, node: Node) -> bool:
+        """Somebody has to be there."""
+        return any(other.open for other in self.world.living() if other is not node)
 
     def _pick(self, pick: int) -> Node:
         living = self.world.living()

@@ -7,6 +7,7 @@ Time, loss, order and the moment of each write are decided from outside; nothing
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable
@@ -51,6 +52,13 @@ class Job:
     digests: tuple[int, ...] = ()
 
 
+@dataclass
+class Leaving:
+    node: Node
+
+
+CLOSE_S = 2.0
+"""What an endpoint waits for its peers when it is closed."""
 MARGIN_S = 0.1
 """What a transfer may end after its deadline, by its own worker's clock, unless that worker stood still."""
 
@@ -94,6 +102,12 @@ class World:
         """The ranks' newest starts."""
         return [self.nodes[Peer(name, e.generation, rank)] for rank, e in sorted(self.registry[name].items())]
 
+    def vacant(self) -> list[Peer]:
+        """Of ranks that have closed, a start that could be followed."""
+        shapes = self.setup.shapes().items()
+        ranks = [(name, rank) for name, shape in shapes for rank in range(shape.world)]
+        return [Peer(name, 0, rank) for name, rank in ranks if rank not in self.registry[name]]
+
     def living(self) -> list[Node]:
         return [node for node in self.nodes.values() if node.alive]
 
@@ -122,6 +136,24 @@ class World:
         for other in self.living():
             if node.peer in other.watches:
                 (self.deaths if witnessed else self.unseen).append((other, node.peer))
+
+    def close(self, node: Node) -> None:
+        """Its endpoint is closed: it ends everything, and leaves when its peers have heard, or doesn't wait longer."""
+        entries, rank = self.registry[node.peer.instance], node.peer.rank
+        if rank in entries and entries[rank].generation == node.peer.generation:
+            del entries[rank]
+        node.closes_s = self._clock(node) + CLOSE_S
+        self._apply(node, node.machine.close(self._clock(node)))
+
+    def _leave(self, node: Node) -> None:
+        """Nobody is told but by its Goodbye; the process lives on, and so does a write of it that is under way."""
+        self._apply(node, node.machine.goodbye())
+        if any(call.ended is None for call in node.calls.values()):
+            raise Violation(f"{node.peer} has closed and left a transfer behind")
+        node.alive, self.dead[node.peer] = False, False
+        self.jobs = [job for job in self.jobs if job.node is not node or job.stage in (1, 2)]
+        self.wire = {line: some for line, some in self.wire.items() if line[1] != node.peer}
+        self.unseen += [(other, node.peer) for other in self.living() if node.peer in other.watches]
 
     def replay(self, pick: int) -> None:
         """Something that was heard before is heard again, however late."""
@@ -176,9 +208,10 @@ class World:
         lines = [line for line, some in self.wire.items() if some]
         jobs = [job for job in self.jobs if self._can_go_on(job)]
         gates = [gate for gate in self.gates if not gate.open]
-        asking = [node for node in self.living() if node.lookups and not node.paused]
+        asking = [node for node in self.living() if not node.paused and any(map(self._complete, node.lookups))]
         dying = [(node, peer) for node, peer in self.deaths if not self.wire.get((peer, node.peer))]
-        choices = [*lines, *jobs, *gates, *asking, *dying]
+        leaving = [node for node in self.living() if not node.paused and self._may_leave(node)]
+        choices = [*lines, *jobs, *gates, *asking, *dying, *map(Leaving, leaving)]
         if not choices:
             return False
         choice: Any = choices[self.rng.randrange(len(choices))]
@@ -190,12 +223,18 @@ class World:
             self.gates.remove(choice)
         elif isinstance(choice, Node):
             self._answer(choice)
+        elif isinstance(choice, Leaving):
+            self._leave(choice.node)
         elif isinstance(choice[0], Node):
             self.deaths.remove(choice)
             self.post(choice[0], e.Died(choice[1]))
         else:
             self._deliver(choice)
         return True
+
+    def _may_leave(self, node: Node) -> bool:
+        over = node.closes_s <= self._clock(node) and not node.machine.targets.ending
+        return over or (node.closes_s < math.inf and node.machine.quiet)
 
     def settle(self) -> None:
         for _ in range(50_000):
@@ -219,8 +258,9 @@ class World:
     def finish(self) -> None:
         """Everything heals, everything is told; then nothing may be held."""
         self.faults, self.todo = Faults(), []
-        for node in self.living():
+        for node in self.nodes.values():
             node.stalled = False
+        for node in self.living():
             self.resume(node)
         for seconds in (0, 1, 2, 5, 10, 31, 31, 100, 700):
             self.pass_time(seconds, coarse=True)
@@ -237,8 +277,8 @@ class World:
     # calls of the engines
 
     def _send(self, node: Node, request: Request) -> bool:
-        if not node.alive or node.paused:
-            return not node.alive
+        if not node.open or node.paused:
+            return not node.open
         count, layers = request.tokens, range(node.shape.layers)
         pages = self._allocate(node, -(-count // node.shape.page_tokens))
         if pages is None:
@@ -256,7 +296,7 @@ class World:
         return True
 
     def _extend(self, node: Node, name: str, part: Callable[[], dict[str, Any]]) -> bool:
-        if node.alive and not node.paused:
+        if node.open and not node.paused:
             self.post(node, e.ExtendCall(name, **part()))
         return not node.paused
 
@@ -281,8 +321,8 @@ class World:
         return arguments
 
     def _receive(self, node: Node, request: Request) -> bool:
-        if not node.alive or node.paused:
-            return not node.alive
+        if not node.open or node.paused:
+            return not node.open
         size = node.shape.page_tokens
         start = request.offset - request.offset % size
         pages = self._allocate(node, -(-(request.tokens - start) // size))
@@ -383,11 +423,14 @@ class World:
             raise Violation(f"pages of {node.peer} are given back twice, or before the end")
         node.release(call)
 
+    def _complete(self, lookup: e.Lookup) -> bool:
+        return len(self.registry[lookup.instance]) == self.setup.shapes()[lookup.instance].world
+
     def _answer(self, node: Node) -> None:
-        lookup = node.lookups[0]
-        shape, entries = self.setup.shapes()[lookup.instance], self.registry[lookup.instance]
-        if len(entries) == shape.world and self.rng.random() < 0.8:
-            node.lookups.pop(0)
+        lookup = next(filter(self._complete, node.lookups))
+        entries = self.registry[lookup.instance]
+        if self.rng.random() < 0.8:
+            node.lookups.remove(lookup)
             found = tuple(entry for _, entry in sorted(entries.items()))
             self.post(node, e.Found(lookup.instance, found, lookup.registry))
         else:
