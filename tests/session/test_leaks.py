@@ -62,6 +62,7 @@ def compare(before: tuple[int, int, int], expected: Callable[[], bool], capsys: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_f63_500_connects(pair: tuple[str, Keys | None, Keys | None], capsys: pytest.CaptureFixture[str]) -> None:
     """Each by a new start of the other side, which is closed then."""
     url, one, two = pair
@@ -75,6 +76,7 @@ def test_f63_500_connects(pair: tuple[str, Keys | None, Keys | None], capsys: py
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_f63_1000_aborts(pair: tuple[str, Keys | None, Keys | None], capsys: pytest.CaptureFixture[str]) -> None:
     """From either side, at any moment."""
     url, one, two = pair
