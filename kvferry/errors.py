@@ -51,6 +51,10 @@ class TransportUnavailable(TransportError):
     """This transport can't be used between these two processes; the message says why."""
 
 
+class CutOff(TransportError):
+    """The other side has ended this write or its connection. If it lives, it says why a moment later."""
+
+
 class MissingExtra(KVFerryError):
     """An optional dependency is not installed; the message names the extra to install."""
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.errors import Where
+from kvferry.errors import CutOff, Where
 from kvferry.layout.document import Group, Instance
 from kvferry.layout.request import Side, Wanted
 from kvferry.plan.dense import Chunk, chunk_bytes
@@ -40,6 +40,8 @@ from kvferry.session.messages import (
     Ready,
 )
 
+WORD_S = 1.0
+"""How long a target that has cut off our write may take to say why: its abort comes on another line."""
 CYCLE_LIMIT = 1 << 32
 """Tokens after which a cycle repeats, at most: far above any, far below where token numbers would wrap."""
 
@@ -74,6 +76,8 @@ class Outgoing:
     fences: tuple[Fence, ...] = ()
     takers: dict[Peer, Taker] = field(default_factory=dict)
     phase: str = "matching"
+    cut: tuple[Peer, CutOff] | None = None  # by a target that may say why
+    cut_s: float = math.inf  # until when it may
     bytes: int = 0
     copies: int = 0
     chunks: int = 0
@@ -194,7 +198,10 @@ class Sources:
             del self._writing[key]
         o = self.running.get(event.transfer)
         if o is not None and event.peer in o.takers:
-            if isinstance(event, WriteFailed):
+            if isinstance(event, WriteFailed) and isinstance(event.error, CutOff):
+                o.cut = o.cut or (event.peer, event.error)
+                o.cut_s = min(o.cut_s, self._core.now + WORD_S, o.deadline_s)
+            elif isinstance(event, WriteFailed):
                 self.fail(event.transfer, kind_of(event.error), str(event.error), event.peer, event.error)
             else:
                 self._count(o, event)
@@ -275,6 +282,9 @@ class Sources:
 
     def tick(self) -> None:
         now = self._core.now
+        for transfer, o in [(key, o) for key, o in self.running.items() if o.cut_s <= now]:
+            if o.cut is not None:
+                self.fail(transfer, kind_of(o.cut[1]), str(o.cut[1]), *o.cut)
         for transfer, o in [(key, o) for key, o in self.running.items() if o.deadline_s <= now]:
             waiting = next((peer for peer, taker in o.takers.items() if not taker.complete), None)
             span_s = o.deadline_s - o.started_s
@@ -298,7 +308,7 @@ class Sources:
         return not self._writing
 
     def next_s(self) -> float:
-        return min((o.deadline_s for o in self.running.values()), default=math.inf)
+        return min((min(o.deadline_s, o.cut_s) for o in self.running.values()), default=math.inf)
 
 
 def _taker_problem(o: Outgoing, peer: Peer, offer: Offer) -> str:

@@ -14,7 +14,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from kvferry.errors import TransportError, TransportUnavailable
+from kvferry.errors import CutOff, TransportError, TransportUnavailable
 from kvferry.layout.address import Address
 from kvferry.transport.base import Export, Fill, LinkClosed, Outbox, TcpCard, WritesOnly
 from kvferry.transport.copies import Bytes
@@ -236,9 +236,10 @@ class TcpPeer(WritesOnly):
             self._exchange(WRITE, grant, address, data.data, deadline_s)
         except OSError as error:
             self._end()
-            late = isinstance(error, TimeoutError)
-            problem = f"not done within {timeout_s} s" if late else f"the connection broke: {error}"
-            raise TransportError(f"write of {data.nbytes} bytes to {address}: {problem}") from None
+            what = f"write of {data.nbytes} bytes to {address}"
+            if isinstance(error, TimeoutError):
+                raise TransportError(f"{what}: not done within {timeout_s} s") from None
+            raise CutOff(f"{what}: the connection broke: {error}") from None
         except TransportError:
             self._end()
             raise
@@ -266,7 +267,7 @@ class TcpPeer(WritesOnly):
             raise TransportError("the reply is not one of this protocol")
         reason = self._read(count, deadline_s).decode("utf-8", "replace")
         if done != 1:
-            raise TransportError(f"refused by the target: {reason}")
+            raise CutOff(f"refused by the target: {reason}")
 
     def _read(self, nbytes: int, deadline_s: float) -> bytes:
         data = bytearray(nbytes)

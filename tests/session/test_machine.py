@@ -10,10 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.errors import PeerLost, TransferAborted, TransferRefused, TransferTimeout
+from kvferry.errors import CutOff, PeerLost, TransferAborted, TransferRefused, TransferTimeout
 from kvferry.layout.address import Address
 from kvferry.layout.request import Wanted
-from kvferry.session.events import AbortCall, Action, Ended, Lookup, ReceiveCall, Received, Scatter, SendCall
+from kvferry.session.events import (
+    AbortCall,
+    Action,
+    Ended,
+    Lookup,
+    ReceiveCall,
+    Received,
+    Scatter,
+    SendCall,
+    Write,
+    WriteFailed,
+)
 from kvferry.session.messages import Abort, ChunkDone, Commit, Complete, Goodbye, Grant, Grants, Landed, Offer, Peer
 from kvferry.session.registry import Entry
 from tests.session.pools import Shape, table
@@ -410,6 +421,34 @@ def test_a_worker_that_is_listed_under_an_earlier_start_asks_the_registry_now_an
     sim.settle()
     assert all(ended.error is None for ended in check(sim, ["a"], 10).values())
     assert max(at_s for _, _, at_s in sim.ended) < 5
+
+
+@pytest.mark.parametrize("says", [True, False], ids=["says why", "says nothing"])
+def test_a_source_whose_write_is_cut_off_by_an_abort_says_that_it_was_aborted(says: bool) -> None:
+    """Over tcp the refusal of a grant that an abort has revoked may come before the abort itself."""
+    sim = make(1, 1)
+    (source,), (target,) = sim.peers("p"), sim.peers("d")
+    for peer, call in sim.start("a", "p", "d"):
+        sim.event(peer, call)
+    while not any(isinstance(job.action, Write) for job in sim.jobs):
+        assert sim.step()
+    write = next(job.action for job in sim.jobs if isinstance(job.action, Write))
+    sim.jobs = [job for job in sim.jobs if job.action is not write]
+    error = CutOff("refused by the target: unknown or revoked grant")
+    sim.event(source, WriteFailed("a", target, write.piece, error))
+    assert not sim.ended
+    if says:
+        sim.event(target, AbortCall("target", "a", "the user went away"))
+    sim.settle()
+    ended = ends(sim)[source, "a"].error
+    if says:
+        assert isinstance(ended, TransferAborted)
+        assert f"aborted by {target}: the user went away" in str(ended)
+    else:
+        assert isinstance(ended, PeerLost) and ended.__cause__ is error
+        assert "revoked grant" in str(ended)
+        assert 1.0 <= max(at_s for _, _, at_s in sim.ended) < 1.5, "it does not wait for long"
+    assert sim.machines[target].stats()["slots_free"] == sim.slots
 
 
 def test_a_leader_that_was_stopped_does_not_commit_after_the_deadline() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.errors import KVFerryError, TransportError
+from kvferry.errors import CutOff, KVFerryError, TransportError
 from kvferry.layout.address import Address
 from kvferry.layout.request import Wanted
 from kvferry.plan.dense import dense_copies
@@ -490,7 +490,8 @@ class World:
     def _write(self, job: Job, action: e.Write) -> None:
         broken = self.rng.random() < self.faults.fail
         if broken or (job.stage == 0 and job.cancelled):
-            return self._written(job, TransportError("the line broke"))
+            kind = CutOff if self.rng.random() < 0.5 else TransportError
+            return self._written(job, kind("the line broke"))
         if job.stage == 3:
             return self._written(job)
         if job.stage == 0:
