@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from kvferry.layout.document import Struct
 
@@ -19,13 +23,21 @@ class Wanted(Struct, frozen=True):
         return (0, 1) if self.tokens is None else self.tokens
 
 
-class Table(Struct, frozen=True):
+class Table(Struct, frozen=True, dict=True):
     """One page table: `pages[i]` holds the tokens from `start + i * page_tokens` on; None is a page that does not
     exist.
     """
 
     pages: tuple[int | None, ...]
     start: int = 0
+
+    @cached_property
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """`pages` as an array, -1 for None. OverflowError for a number of 2**63 or more."""
+        try:
+            return np.array(self.pages, dtype=np.int64)
+        except TypeError:
+            return np.array([-1 if page is None else page for page in self.pages], dtype=np.int64)
 
 
 class Tables(Struct, frozen=True):

@@ -60,15 +60,11 @@ class Pages:
 
 def page_array(table: Table) -> Pages:
     try:
-        numbers = np.array(table.pages, dtype=np.int64)
-    except (TypeError, OverflowError):
-        try:
-            numbers = np.array([-1 if page is None else page for page in table.pages], dtype=np.int64)
-        except OverflowError:
-            raise PlanError(
-                f"a page table names a page number of 2**63 or more: {max(p or 0 for p in table.pages)}"
-            ) from None
-    return Pages(numbers, table.start)
+        return Pages(table.numbers, table.start)
+    except OverflowError:
+        raise PlanError(
+            f"a page table names a page number of 2**63 or more: {max(p or 0 for p in table.pages)}"
+        ) from None
 
 
 def token_runs(tokens: tuple[int, int], cycles: Sequence[Cycle]) -> tuple[Index, Index]:
@@ -87,13 +83,19 @@ def token_runs(tokens: tuple[int, int], cycles: Sequence[Cycle]) -> tuple[Index,
 
 def _cut(starts: Index, lengths: Index, phase: Index, unit: int) -> tuple[Index, Index]:
     """Cut runs wherever `phase + distance from the run's start` is a multiple of `unit`."""
+    run, begin, cut = _cuts(lengths, phase, unit)
+    return starts[run] + begin, cut
+
+
+def _cuts(lengths: Index, phase: Index, unit: int) -> tuple[Index, Index, Index]:
+    """The same as (run, distance from its start, length) of each part."""
     lead = phase % unit
     count = (lead + lengths + unit - 1) // unit
-    run = np.repeat(np.arange(len(starts)), count)
+    run = np.repeat(np.arange(len(lengths)), count)
     step = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
     begin = np.maximum(step * unit - lead[run], 0)
     end = np.minimum((step + 1) * unit - lead[run], lengths[run])
-    return starts[run] + begin, end - begin
+    return run, begin, end - begin
 
 
 def bind_tokens(program: Program, tokens: tuple[int, int], source: Pages | None, target: Pages | None) -> Segments:
@@ -104,18 +106,21 @@ def bind_tokens(program: Program, tokens: tuple[int, int], source: Pages | None,
     if not len(starts):  # nothing is wanted, so no page is needed
         empty = np.empty(0, np.uint64)
         return Segments(empty, empty, lengths)
-    for place, pages in ((program.source, source), (program.target, target)):
-        if isinstance(place, PoolPlace):
-            starts, lengths = _cut(starts, lengths, _local(place, pages, starts, lengths), place.tokens.unit)
-        elif place.tokens.unit < place.tokens_in:
-            starts, lengths = _cut(starts, lengths, np.cumsum(lengths) - lengths, place.tokens.unit)
-    return Segments(
-        _locate(program.source, source, starts, lengths), _locate(program.target, target, starts, lengths), lengths
-    )
+    sides = ((program.source, source), (program.target, target))
+    local = [_local(place, pages, starts, lengths) for place, pages in sides]
+    for side, (place, _) in enumerate(sides):
+        if isinstance(place, DensePlace) and place.tokens.unit >= place.tokens_in:
+            continue  # one block
+        run, begin, lengths = _cuts(lengths, local[side], place.tokens.unit)
+        starts, *local = (positions[run] + begin for positions in (starts, *local))
+    s, t = (_locate(place, pages, starts, at) for (place, pages), at in zip(sides, local))
+    return Segments(s, t, lengths)
 
 
-def _local(place: PoolPlace, pages: Pages | None, starts: Index, lengths: Index) -> Index:
-    """Position of each run in the worker's page table, in tokens, checked to lie inside it."""
+def _local(place: PoolPlace | DensePlace, pages: Pages | None, starts: Index, lengths: Index) -> Index:
+    """Position of each run in the worker's page table, in tokens, checked to lie inside it; or in the chunk."""
+    if isinstance(place, DensePlace):
+        return np.cumsum(lengths) - lengths
     where = f"group {place.group.name}, worker {place.rank}, table {place.pool.table_name}"
     if pages is None:
         raise PlanError(f"{where}: the request has no such page table")
@@ -141,14 +146,12 @@ def _local(place: PoolPlace, pages: Pages | None, starts: Index, lengths: Index)
     return local
 
 
-def _locate(place: PoolPlace | DensePlace, pages: Pages | None, starts: Index, lengths: Index) -> U64:
-    """Offset of each run's first token from the buffer's start."""
+def _locate(place: PoolPlace | DensePlace, pages: Pages | None, starts: Index, local: Index) -> U64:
+    """Offset of each run's first token, which is at `local`, from the buffer's start."""
     if isinstance(place, DensePlace):
-        before, steps = (np.cumsum(lengths) - lengths).astype(np.uint64), place.tokens
-        unit = np.uint64(steps.unit)
-        return before // unit * np.uint64(place.strides[BLOCK]) + before % unit * np.uint64(steps.stride)
+        at, unit = local.astype(np.uint64), np.uint64(place.tokens.unit)
+        return at // unit * np.uint64(place.strides[BLOCK]) + at % unit * np.uint64(place.tokens.stride)
     assert pages is not None  # _local has refused a missing table
-    local = _local(place, pages, starts, lengths)
     number = pages.numbers[local // place.pool.page_tokens]
     bad = (number < 0) | (number >= place.pages)
     if bad.any():
@@ -178,7 +181,8 @@ def expand(program: Program, segments: Segments) -> Copies:
 def _piece_runs(program: Program, piece: Piece, segments: Segments) -> tuple[U64, U64, U64]:
     """Runs of one piece, as offsets from a buffer's base: (source, target, bytes)."""
     groups: list[tuple[U64, U64, U64, Index]] = []
-    for tokens in np.unique(segments.tokens).tolist():
+    alike = bool((segments.tokens == segments.tokens[:1]).all())
+    for tokens in (segments.tokens[:1] if alike else np.unique(segments.tokens)).tolist():
         chosen = np.flatnonzero(segments.tokens == tokens)
         folds = piece.folds if tokens == 1 else (*piece.folds, (tokens, *_token_strides(program)))
         run_bytes, outer = grow(folds)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -139,13 +140,35 @@ def dense_copies(worker: Worker, group: Group, chunk: Chunk, side: Side) -> Dens
     return DenseCopies(join(addresses), np.concatenate([empty, *offsets]), np.concatenate([empty, *lengths]), total)
 
 
-def programs(worker: Worker, group: Group, chunk: Chunk, section: Section) -> list[Program]:
+def programs(worker: Worker, group: Group, chunk: Chunk, section: Section) -> tuple[Program, ...]:
     """From the pages of `worker` into one section of the chunk; PlanError where it doesn't hold all of its box."""
-    box, axes = chunk.box, chunk.order.axes
     start, stop = section.tokens
     tokens_in = stop - start if chunk.order.block_tokens else section.block_tokens
+    box, axes = chunk.box, chunk.order.axes
     before_bytes = section.before * len(box.layers) * len(box.parts) * cell_bytes(group, box)
-    return [
-        compile_program(place, DensePlace(group, box, tokens_in, keys, axes, section.block_tokens, before_bytes))
-        for place, keys in pool_places(worker, group, box)
-    ]
+    return _compiled(_Shape(worker, group, box, (tokens_in, axes, section.block_tokens, before_bytes)))
+
+
+class _Shape:
+    """All that a section's programs depend on. Chunks of one size come again and again, with other tokens and pages."""
+
+    def __init__(self, worker: Worker, group: Group, box: Box, section: tuple[int, tuple[int, ...], int, int]) -> None:
+        self.worker, self.group, self.box, self.section = worker, group, box, section
+        self._key = (id(worker), section, box.layers, box.parts, tuple(box.axes.items()), box.cycles)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        # a shape keeps its worker, so that no other one can get its id
+        return isinstance(other, _Shape) and self._key == other._key and self.group == other.group
+
+
+@lru_cache(maxsize=4096)
+def _compiled(shape: _Shape) -> tuple[Program, ...]:
+    group, box = shape.group, shape.box
+    tokens_in, axes, block_tokens, before_bytes = shape.section
+    return tuple(
+        compile_program(place, DensePlace(group, box, tokens_in, keys, axes, block_tokens, before_bytes))
+        for place, keys in pool_places(shape.worker, group, box)
+    )

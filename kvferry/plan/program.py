@@ -63,7 +63,7 @@ class PoolPlace:
                 f"worker {self.rank} doesn't own it"
             ) from None
 
-    @property
+    @cached_property
     def tokens(self) -> TokenSteps:
         return _token_steps(self.pool.modes, self.pool.page_tokens)
 
@@ -95,7 +95,7 @@ class DensePlace:
             stride *= extents[axis]
         return tuple(strides)
 
-    @property
+    @cached_property
     def tokens(self) -> TokenSteps:
         """`offsets` are left out: all of a block's tokens are `stride` bytes apart."""
         block_tokens = self.block_tokens or self.tokens_in
