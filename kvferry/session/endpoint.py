@@ -117,7 +117,7 @@ class Endpoint:
         registry: str,
         transport: str = "auto",
         slots: int = 8,
-        slot_bytes: int = 4 << 20,
+        slot_bytes: int = 8 << 20,
         gather: Gather = "auto",
         landing: Landing = "slots",
         digest: bool = False,

@@ -23,6 +23,10 @@ from kvferry.transport.base import Memory
 from kvferry.transport.copies import Bytes
 
 CACHED_PAIRS = 64
+LANDED_PIECE_BYTES = 4 << 20
+"""Of a piece that lands in a slot, or a sixteenth of the whole where that is more and slots are larger: pieces overlap
+on their way, but each costs its plans and messages.
+"""
 DIRECT_PIECE_BYTES = 16 << 20, 64 << 20
 """Of a piece that lands straight in pages, an eighth of the whole between these: no slot limits it, but its grant lists
 its runs in one message, and the next one is planned while it is on the wire."""
@@ -60,7 +64,8 @@ class Preparer:
         check_wanted(order.source, order.target, order.groups)
         worker = order.target.worker(self._rank)
         owed = sum(owned_bytes(worker, order.target.group(name), w.token_range) for name, w in order.groups.items())
-        piece_bytes = self._slot_bytes if self._pages is None else _direct_piece_bytes(owed)
+        direct = self._pages is not None
+        piece_bytes = _direct_piece_bytes(owed) if direct else landed_piece_bytes(owed, self._slot_bytes)
         pieces: dict[int, list[Piece]] = {}
         runs: dict[int, list[bytes]] = {}
         proved: list[DenseCopies] = []
@@ -72,7 +77,7 @@ class Preparer:
             one = Chunk(step.box, wanted.token_range, dense_order)
             chunks = split(group, step.box, one.tokens, piece_bytes, order.piece_tokens, dense_order)
             pieces.setdefault(step.source, []).extend(Piece(chunk, chunk_bytes(group, chunk)) for chunk in chunks)
-            copies = [dense_copies(worker, group, c, order.tables) for c in ([one] if self._pages is None else chunks)]
+            copies = [dense_copies(worker, group, c, order.tables) for c in (chunks if direct else [one])]
             runs.setdefault(step.source, []).extend(self._runs(copies))
             proved += copies
         proof = _prove(worker, owed, proved)
@@ -146,6 +151,10 @@ def takers(routes: dict[int, tuple[Route, ...]], sources: list[int]) -> dict[int
         for source in sorted(sources)
     }
     return {source: some or (ranks[source % len(ranks)],) for source, some in found.items()}
+
+
+def landed_piece_bytes(whole_bytes: int, slot_bytes: int) -> int:
+    return min(slot_bytes, max(LANDED_PIECE_BYTES, whole_bytes // 16))
 
 
 def _direct_piece_bytes(whole_bytes: int) -> int:

@@ -18,14 +18,16 @@ from kvferry.plan.bind import Copies
 from kvferry.plan.dense import Chunk, DenseCopies, chunk_bytes, dense_copies, split
 from kvferry.plan.follow import best_order
 from kvferry.plan.route import route
+from kvferry.plan.wanted import owned_bytes
 from kvferry.session.endpoint import Endpoint
+from kvferry.session.prepare import landed_piece_bytes
 from kvferry.session.transfer import Transfer
 from kvferry.transport.base import Transport, open_transport
 from kvferry.transport.memory import HostMemory, map_array
 from kvferry.transport.staging import Staging
 
 TIMEOUT_S = 120.0
-SLOT_BYTES = 4 << 20
+SLOT_BYTES = 8 << 20
 PROBE_BYTES = 4096
 
 
@@ -168,7 +170,9 @@ class Worker:
                 if self._side == "target" or step.source == self._rank:
                     workers = source.worker(step.source), target.worker(rank)
                     order = best_order(scenario.group, step.box, *workers)
-                    chunks += split(scenario.group, step.box, (0, scenario.tokens), SLOT_BYTES, order=order)
+                    owed = owned_bytes(workers[1], scenario.group, (0, scenario.tokens))
+                    limit = landed_piece_bytes(owed, SLOT_BYTES)
+                    chunks += split(scenario.group, step.box, (0, scenario.tokens), limit, order=order)
         return [chunk for chunk in chunks if chunk_bytes(scenario.group, chunk)]
 
     def _instance(self, side: SideName, name: str) -> Instance:

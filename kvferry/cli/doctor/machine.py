@@ -73,7 +73,7 @@ def memory(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/me
     found = f"{size(left)} left by {by}"
     if left < MEMORY_FEW_BYTES:
         level = "red" if left < MEMORY_LOW_BYTES else "yellow"
-        cure = "raise the limit or end what uses it; a worker's landing memory is slots × slot_bytes, 32 MiB by default"
+        cure = "raise the limit or end what uses it; a worker's landing memory is slots × slot_bytes, 64 MiB by default"
         return Finding(level, AREA, "memory", found, cure)  # type: ignore[arg-type]  # one of two levels
     return _finding("green", "memory", found)
 

@@ -19,7 +19,7 @@ class Options:
 
     transport: str = "auto"
     slots: int = 8
-    slot_bytes: int = 4 << 20
+    slot_bytes: int = 8 << 20
     registry: str = ""
     dump: Path | None = None
 

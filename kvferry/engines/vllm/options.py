@@ -23,7 +23,7 @@ class Options(Struct, frozen=True):
     """URL of a registry that several instances share; without one, each instance runs its own."""
     transport: str = "auto"
     slots: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 8
-    slot_bytes: Annotated[int, msgspec.Meta(ge=4096, le=1 << 32)] = 4 << 20
+    slot_bytes: Annotated[int, msgspec.Meta(ge=4096, le=1 << 32)] = 8 << 20
     lease_s: Seconds = 480.0
     """How long prefill keeps the blocks of a finished request for a decode instance that hasn't taken them yet."""
     timeout_s: Seconds = 60.0
