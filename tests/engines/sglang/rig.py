@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,7 +58,7 @@ class DeviceTensor(HighTensor):
 
 
 _ARENAS: set[int] = set()
-"""Where the arenas of this process really are; each of them says that it is at `BASE`."""
+"""Where the arenas of this process really are, while their memory is there; each of them says that it is at `BASE`."""
 
 
 class Arena:
@@ -66,7 +67,10 @@ class Arena:
     def __init__(self, nbytes: int) -> None:
         self.bytes = np.full(nbytes, UNTOUCHED, np.uint8)
         self._used = GUARD
-        _ARENAS.add(self.bytes.ctypes.data)
+        start = self.bytes.ctypes.data
+        _ARENAS.add(start)
+        # one that nobody closed, as where a manager refused to start, must not be found inside a later one
+        weakref.finalize(self.bytes, _ARENAS.discard, start)
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, kind: type[HighTensor] = HighTensor) -> torch.Tensor:
         nbytes = int(np.prod(shape)) * dtype.itemsize

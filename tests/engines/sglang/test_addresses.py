@@ -5,6 +5,7 @@ Equal sizes and slices take one path in kvferry; in the code where this was seen
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,20 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.sglang]
 pytest.importorskip("sglang", reason="sglang is not importable")
 
-from tests.engines.sglang.rig import BASE, DIM, GUARD, LAYERS, UNTOUCHED, Rank, Rig, open_rig  # noqa: E402
+import torch  # noqa: E402
+
+from tests.engines.sglang.rig import (  # noqa: E402
+    _ARENAS,
+    BASE,
+    DIM,
+    GUARD,
+    LAYERS,
+    UNTOUCHED,
+    Arena,
+    Rank,
+    Rig,
+    open_rig,
+)
 
 SUCCESS = 4
 SOURCE_ROW, TARGET_ROW = 2, 5
@@ -140,3 +154,16 @@ def test_guards_are_there(model: Path, free_port: int) -> None:
         buffers = sorted(zip(args.kv_data_ptrs + args.aux_data_ptrs, args.kv_data_lens + args.aux_data_lens))
         gaps = [after - (pointer + nbytes) for (pointer, nbytes), (after, _) in itertools.pairwise(buffers)]
         assert min(gaps) >= GUARD - 16
+
+
+def test_an_arena_that_nobody_closed_is_forgotten() -> None:
+    """Else a later one that gets its memory would say of half its buffers that they are where others are."""
+    arena = Arena(1 << 20)
+    start, tensor = arena.bytes.ctypes.data, arena.tensor((4,), torch.float32)
+    assert tensor.data_ptr() == BASE + GUARD
+    del arena
+    gc.collect()
+    assert start in _ARENAS, "a tensor still has the memory"
+    del tensor
+    gc.collect()
+    assert start not in _ARENAS
