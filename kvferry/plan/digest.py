@@ -45,9 +45,9 @@ def whole_axes(group: Group, instances: Iterable[Instance]) -> int:
 
 def layer_digests(group: Group, chunk: Chunk, data: Bytes, key: bytes, whole: int) -> dict[int, int]:
     """The digest of each layer of a chunk, whose bytes `data` are in its order. `whole`: see `whole_axes`."""
-    total = dict.fromkeys(chunk.box.layers, 0)
     if chunk.order == CANONICAL:
         return _canonical_digests(group, chunk, data, key, whole)
+    total = dict.fromkeys(chunk.box.layers, 0)
     for section in sections(chunk.order, chunk.tokens, len(_tokens(chunk))):
         part = Chunk(chunk.box, section.tokens)
         start = section.before * len(data) // len(_tokens(chunk))
@@ -58,7 +58,7 @@ def layer_digests(group: Group, chunk: Chunk, data: Bytes, key: bytes, whole: in
     return total
 
 
-def _in_canonical_order(group: Group, chunk: Chunk, section: Section, data: Bytes) -> npt.NDArray[np.uint8]:
+def _in_canonical_order(group: Group, chunk: Chunk, section: Section, data: Bytes) -> Bytes:
     """The bytes of a section of the chunk, copied."""
     box = chunk.box
     own = [len(_indices(box, axis)) for axis in box.axes]

@@ -145,7 +145,7 @@ def runs_of(group: Group, sides: Sequence[Worker], box: Box, order: Order, token
         ("token head dim", "token head dim", 2, [4 * 128, 4 * 8]),
         ("head token dim", "head token dim", 1, [4 * 8, 4 * 8]),
         ("head token dim", "head token dim", 2, [4 * 8, 4 * 8]),
-        ("head token dim", "token head dim", 1, [4 * 8, 4 * 128 * 4]),
+        ("head token dim", "token head dim", 1, [4 * 128 * 4, 4 * 8]),  # one side is cut up in any order: canonical
         ("head token part dim", "head token part dim", 1, [2 * 8, 2 * 8]),  # vLLM 0.32 on a CPU
         ("head token part dim", "head token part dim", 2, [2 * 8, 2 * 8]),
         ("part token head dim", "part token head dim", 1, [2 * 8, 2 * 8]),
@@ -160,7 +160,7 @@ def test_the_best_order_follows_the_pages(source: str, target: str, tp: int, run
     order = best_order(group, box, one, two)
     best = runs_of(group, (one, two), box, order, (0, 128))
     plain = runs_of(group, (one, two), box, CANONICAL, (0, 128))
-    assert best in (runs, runs[::-1]), (order, best, plain)
+    assert best == runs, (order, best, plain)
     assert sum(best) <= sum(plain)
 
 
