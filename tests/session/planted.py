@@ -11,6 +11,7 @@ from pytest import MonkeyPatch
 from kvferry.session import events as e
 from kvferry.session.core import Core
 from kvferry.session.delivery import Delivery
+from kvferry.session.incoming import Flow
 from kvferry.session.messages import Beat, ChunkDone, Complete, Peer, Place
 from kvferry.session.slots import Lease, Ledger
 from kvferry.session.source import Sources
@@ -118,7 +119,7 @@ def digests_are_not_compared(patch: MonkeyPatch) -> None:
 
 
 def commit_before_scatter(patch: MonkeyPatch) -> None:
-    def landed(self: Targets, t: Incoming, peer: Peer, lease: Lease) -> None:
+    def landed(self: Targets, t: Incoming, peer: Peer, lease: Lease, copies: int) -> None:
         """Nothing: it has counted already."""
 
     count, on_chunk_done = Targets._landed, Targets.on_chunk_done
@@ -129,7 +130,7 @@ def commit_before_scatter(patch: MonkeyPatch) -> None:
         lease = flow.granted.get(body.piece) if flow is not None else None
         on_chunk_done(self, peer, body)
         if t is not None and lease is not None and lease.slot is not None and (peer, body.piece) in t.scattering:
-            count(self, t, peer, lease)
+            count(self, t, peer, lease, 1)
 
     patch.setattr(Targets, "_landed", landed)
     patch.setattr(Targets, "on_chunk_done", early)
@@ -179,6 +180,10 @@ def deadlines_are_forgotten(patch: MonkeyPatch) -> None:
     patch.setattr(Sources, "tick", lambda *_: None)
 
 
+def a_start_takes_over_what_has_begun(patch: MonkeyPatch) -> None:
+    patch.setattr(Flow, "began", False)
+
+
 def replace_struct(struct: Any, **changes: Any) -> Any:
     return type(struct)(**{name: getattr(struct, name) for name in struct.__struct_fields__} | changes)
 
@@ -188,5 +193,5 @@ PLANTS: list[Plant] = [
     abort_is_acknowledged_while_writing, nothing_is_said_again, death_leaves_quarantine, grants_are_not_compared,
     a_report_counts_as_often_as_it_comes, digests_are_not_compared, commit_before_scatter,
     pages_end_while_a_scatter_runs, fences_are_forgotten, one_taker_is_enough, the_leader_does_not_wait,
-    deadlines_are_forgotten,
+    deadlines_are_forgotten, a_start_takes_over_what_has_begun,
 ]  # fmt: skip

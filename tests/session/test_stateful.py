@@ -200,7 +200,7 @@ def test_many_histories() -> None:
 def accident(world: World, rng: random.Random) -> None:
     """One of those that faults in the machine need to show."""
     running = [(node, name) for node, role, name in world.running() if role == "target"]
-    kind = rng.randrange(6)
+    kind = rng.randrange(7)
     if kind == 0 and running:
         for node in world.living():
             node.stalled = node.peer.instance == "p"
@@ -220,6 +220,10 @@ def accident(world: World, rng: random.Random) -> None:
         writers = [job.node for job in world.jobs if isinstance(job.action, Write)]
         node = rng.choice(writers or world.living())
         world.kill(node, witnessed=True)
+        world.boot(node.peer.instance, node.peer.rank)
+    elif kind == 5:  # of which nobody hears but by the next start
+        node = rng.choice(world.living())
+        world.kill(node, witnessed=False)
         world.boot(node.peer.instance, node.peer.rank)
 
 
