@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.engines.group import OWN_GROUP
+
 ROOT = Path(__file__).parents[3]
 SCRIPTS = ROOT / "examples" / "sglang"
 READY = ("The server is fired up and ready to roll", "Uvicorn running on")
@@ -68,9 +70,7 @@ class Server:
         }
         command = [str(SCRIPTS / f"{kind}.sh"), "--page-size", str(page), *arguments]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, **OWN_GROUP)
         self.started_s = time.monotonic()
 
     def wait(self) -> Server:

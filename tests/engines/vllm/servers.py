@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.engines.group import OWN_GROUP
+
 ROOT = Path(__file__).parents[3]
 READY_S = 360.0
 END_S = 15.0
@@ -58,7 +60,7 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **ENVIRONMENT, **own},
-                start_new_session=True,  # so that its workers can be found by its process group
+                **OWN_GROUP,
             )
         self.started_s = time.monotonic()
 
