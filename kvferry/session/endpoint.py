@@ -166,7 +166,7 @@ class Endpoint:
         self._jobs = Jobs(*parts, GATHER[gather], self._post)
         self._closed = self._closing = False
         self._draining = ""  # why nothing new is taken
-        self._emptied = threading.Condition(self._lock)
+        self._one_ended = threading.Condition(self._lock)
         self._entry = entry = Entry(instance.instance, self._me.generation, rank, world, address, key)
         self._at = at
         self._snapshots = Snapshots(self._machine, self._observer, self._lock)
@@ -249,9 +249,10 @@ class Endpoint:
                 raise error.__cause__ from None
             raise
 
-    def poll(self) -> list[Transfer]:
-        """Transfers that have ended since the last poll, in order."""
-        with self._lock:
+    def poll(self, timeout_s: float = 0.0) -> list[Transfer]:
+        """Transfers that have ended since the last poll, in order; where there are none, wait so long for one."""
+        with self._one_ended:
+            self._one_ended.wait_for(lambda: self._finished, timeout_s)
             ended, self._finished = self._finished, []
         return ended
 
@@ -293,8 +294,8 @@ class Endpoint:
             self._draining = f"{self._me} is draining and takes no new transfers"
         self._rendezvous.announce(replace(self._entry, draining=True))
         self._post(DrainCall())
-        with self._emptied:
-            ended = self._emptied.wait_for(lambda: not self._transfers, timeout_s)
+        with self._one_ended:
+            ended = self._one_ended.wait_for(lambda: not self._transfers, timeout_s)
         self.close()
         return ended
 
@@ -474,15 +475,15 @@ class Endpoint:
     def _end(self, ended: Ended) -> None:
         if ended.role == "source":
             self._jobs.forget_transfer(ended.transfer)
-        with self._lock:
-            transfer = self._transfers.pop((ended.role, ended.transfer))
-            if not transfer.hidden:
-                self._finished.append(transfer)
-            self._emptied.notify_all()
-        if ended.pages_held:
-            self._held[ended.transfer] = transfer
         error = ended.error
         if isinstance(error, TransferTimeout) and self._rendezvous.problem:  # nobody could find us
             problem = f"{error.problem}; this worker is not registered: {self._rendezvous.problem}"
             error = TransferTimeout(error.where, problem, error.advice)
-        transfer._end(ended.report, error, ended.pages_held)
+        with self._one_ended:  # whoever polls, or waits, finds it with its end and out of the list of those that run
+            transfer = self._transfers.pop((ended.role, ended.transfer))
+            if ended.pages_held:
+                self._held[ended.transfer] = transfer
+            transfer._end(ended.report, error, ended.pages_held)
+            if not transfer.hidden:
+                self._finished.append(transfer)
+            self._one_ended.notify_all()

@@ -5,7 +5,6 @@ vLLM builds one in its scheduler and one in each worker; either has only one of 
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,7 +25,9 @@ from kvferry.engines.vllm.stats import KVFerryMetrics, KVFerryStats
 from kvferry.errors import EngineError
 
 IDLE_S = 0.002
-"""vLLM runs empty steps one after the other while a transfer lives: a pause in each leaves the core to the transfer."""
+"""vLLM runs empty steps one after the other while a transfer lives: a pause in each, until one ends, leaves the core to
+the transfers.
+"""
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return results.finished_sending, results.finished_recving
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        if self._idle and self._works.worker.busy:
-            time.sleep(IDLE_S)
-        ended = self._works.worker.collect(finished_req_ids)
+        ended = self._works.worker.collect(finished_req_ids, IDLE_S if self._idle else 0.0)
         self._failed_blocks |= ended.failed_blocks
         return KVConnectorTransferResults(ended.sent, ended.received, ended.failed)
 

@@ -102,8 +102,9 @@ class WorkerSide:
             except KVFerryError as error:
                 self._fail(load, str(error))
 
-    def collect(self, finished: Iterable[str]) -> Ended:
+    def collect(self, finished: Iterable[str], timeout_s: float = 0.0) -> Ended:
         """What ended since the last call; a load whose request is among `finished` (its client left) is aborted.
+        Where nothing did and transfers are under way, wait so long for one to end.
 
         Its blocks are written until the endpoint says that the transfer has ended, and only then it is reported.
         """
@@ -112,7 +113,7 @@ class WorkerSide:
             if load.request in gone and load.start < load.stop and transfer not in self._given_up:
                 self._given_up.add(transfer)
                 self._endpoint.abort(transfer, "the client of the request left")
-        over = [*self._held, *self._endpoint.poll()]
+        over = [*self._held, *self._endpoint.poll(timeout_s if self.busy else 0.0)]
         self._held = [transfer for transfer in over if not transfer.pages_free]
         for transfer in over:
             if not transfer.pages_free:
