@@ -1,6 +1,7 @@
 """Latency of requests through prefill and decode: vLLM's NixlConnector and ours on real servers, turn and turn about.
 
-One pair of servers at a time: two pairs beside each other would be compared by how they share the cores.
+One pair of servers at a time, since idle servers take processor time too: with both pairs up, each of them slows down
+the other, and not equally.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from tests.engines.vllm.servers import (
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(1200)]
 
 TURNS = ("stock", "ours", "ours", "stock", "stock", "ours")
-WARM_UP, REQUESTS, TOKENS = 2, 16, 8
-"""Requests of a turn that are not counted (the first shakes hands), those that are, and tokens of each answer."""
+WARM_UP, REQUESTS, TOKENS = 8, 24, 8
+"""Requests of a turn that are not counted (the first shakes hands, and the stock connector needs some more to get to
+its speed), those that are, and tokens of each answer.
+"""
 
 
 def stock(role: str) -> dict[str, Any]:
@@ -75,7 +78,9 @@ def turn(name: str, prompts: list[list[int]], model: Path, folder: Path) -> tupl
 def test_no_slower_than_stock_by_more_than_the_noise(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For each request, over three turns. Its noise is how far the stock connector's own turns are apart."""
+    """For each request, by the median of three turns. The noise: how far the stock connector's turns of one request are
+    apart, in the median of all requests.
+    """
     if importlib.util.find_spec("nixl") is None:
         pytest.skip("NIXL is not installed in this environment: the stock connector needs it")
     draw = random.Random(1)
@@ -87,15 +92,17 @@ def test_no_slower_than_stock_by_more_than_the_noise(
         turns[name].append(times_ms[WARM_UP:])
         said.append(answers)
     assert all(answers == said[0] for answers in said), "the two do not say the same"
-    by_request = {name: list(zip(*each)) for name, each in turns.items()}
+    noise_ms = statistics.median(max(three) - min(three) for three in zip(*turns["stock"]))
+    requests = [
+        (statistics.median(theirs), statistics.median(ours))
+        for theirs, ours in zip(zip(*turns["stock"]), zip(*turns["ours"]))
+    ]
     with capsys.disabled():
         for name, each in turns.items():
             medians = "".join(f"{statistics.median(one):9.1f}" for one in each)
             slowest = "".join(f"{max(one):9.1f}" for one in each)
             print(f"\n  {name:6} median of {REQUESTS} requests, ms: {medians}   slowest: {slowest}", end="")
-        print("\n  each request, median of three turns, ms (stock, its turns apart, ours):")
-        for theirs, ours in zip(by_request["stock"], by_request["ours"]):
-            print(f"  {statistics.median(theirs):9.1f} {max(theirs) - min(theirs):9.1f} {statistics.median(ours):9.1f}")
-    for number, (theirs, ours) in enumerate(zip(by_request["stock"], by_request["ours"])):
-        noise_ms = max(theirs) - min(theirs)
-        assert statistics.median(ours) <= statistics.median(theirs) + noise_ms, f"request {number}"
+        print(f"\n  noise of three turns: {noise_ms:.1f} ms; each request, median of three turns, ms (stock, ours):")
+        print("\n".join(f"  {theirs:9.1f} {ours:9.1f}" for theirs, ours in requests))
+    for number, (theirs, ours) in enumerate(requests):
+        assert ours <= theirs + noise_ms, f"request {number}: {ours:.1f} ms, the stock connector {theirs:.1f}"
