@@ -250,9 +250,11 @@ class Endpoint:
             raise
 
     def poll(self, timeout_s: float = 0.0) -> list[Transfer]:
-        """Transfers that have ended since the last poll, in order; where there are none, wait so long for one."""
+        """Transfers that have ended since the last poll, in order; where there are none, wait so long for one, or
+        until the endpoint is closed.
+        """
         with self._one_ended:
-            self._one_ended.wait_for(lambda: self._finished, timeout_s)
+            self._one_ended.wait_for(lambda: self._finished or self._closed, timeout_s)
             ended, self._finished = self._finished, []
         return ended
 
@@ -305,6 +307,7 @@ class Endpoint:
             if self._closed:
                 return
             self._closed = True
+            self._one_ended.notify_all()
         self._rendezvous.close()
         self._post(None)
         self._thread.join()

@@ -30,11 +30,6 @@ class Flow:
     lease_end_s: float = -math.inf  # until when we may count on its pages
 
     @property
-    def began(self) -> bool:
-        """Whether the source has said that any of it is there."""
-        return self.ready or len(self.unready) < len(self.shipment.pieces)
-
-    @property
     def done(self) -> bool:
         return self.ready and self.landed == len(self.shipment.pieces)
 
@@ -46,12 +41,11 @@ class Incoming:
     deadline_s: float
     phase: str = "preparing"
     found: dict[Name, tuple[Entry, ...]] = field(default_factory=dict)
-    assumed: set[Name] = field(default_factory=set)  # of those found: known before the call, and not asked for since
     problem: str = ""
     sources: tuple[Peer, ...] = ()
     ranks: tuple[Peer, ...] = ()  # of our own instance, us included
     look_again_s: float = math.inf  # when the registry is asked again, while somebody has not answered our hello
-    planning: int = 0  # plans under way
+    planning: bool = False
     flows: dict[Peer, Flow] = field(default_factory=dict)
     landed: set[Peer] = field(default_factory=set)  # the leader's list
     scattering: dict[tuple[Peer, int], Lease] = field(default_factory=dict)
@@ -72,13 +66,10 @@ class Incoming:
         """The other side, as exactly as it is known."""
         return ", ".join(map(str, self.sources[:4])) or self.call.source
 
-    @property
-    def source(self) -> Name:
-        return self.call.registry, self.call.source
-
     def names(self, own: Name) -> tuple[Name, ...]:
         """Instances that have to be found."""
-        return (self.source,) if self.call.connect_only else (self.source, own)
+        source = (self.call.registry, self.call.source)
+        return (source,) if self.call.connect_only else (source, own)
 
 
 def peers_of(entries: tuple[Entry, ...]) -> tuple[Peer, ...]:

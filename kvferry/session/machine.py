@@ -223,7 +223,7 @@ class Machine:
         """Only its own answer, or its witnessed death, says that it writes into our slots no more."""
         how = f"it has been started again, as {later}"
         self.core.supersede(earlier)
-        self.targets.superseded(earlier, later, how)
+        self.targets.died(earlier, how)
         self.sources.died(earlier, how)
 
     def _lost(self, peer: Peer, how: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
 
 from kvferry.errors import IncompatibleError, Where
 from kvferry.layout.address import Address
@@ -34,7 +33,7 @@ from kvferry.session.events import (
     VerifyFailed,
 )
 from kvferry.session.farewell import Farewells
-from kvferry.session.incoming import Flow, Incoming, Name, follows, peers_of, waits_for
+from kvferry.session.incoming import Flow, Incoming, follows, peers_of, waits_for
 from kvferry.session.lease import claimer_end_s
 from kvferry.session.messages import (
     Abort,
@@ -53,14 +52,11 @@ from kvferry.session.messages import (
 from kvferry.session.registry import Entry
 from kvferry.session.slots import Lease
 from kvferry.session.source import covered
-from kvferry.session.views import Views
 from kvferry.transport.runs import ROW_BYTES
 
 EARLY_KEEP_S = 600.0
 LOOK_AGAIN_S = 0.5
 """Who does not answer our hello may have been started again since the registry told us of it."""
-UNANSWERED_S = 0.25
-"""So may one that was known before, and has not answered our offer after this time."""
 TARGET_SAYS = (Offer, Grants, Landed)
 """What a target says of a transfer that runs."""
 
@@ -75,7 +71,6 @@ class Targets:
         self._early: dict[str, tuple[set[Peer], float]] = {}  # Landed before our own receive()
         self._turns: deque[tuple[str, Peer]] = deque()
         self._own = ("", core.me.instance)  # (registry, instance)
-        self._views = Views(core)
         self._farewells = Farewells(core)
 
     # the call, rendezvous, handshake, plan
@@ -90,28 +85,21 @@ class Targets:
             problem = f"{call.source!r} is this worker's own instance; name the prefill instance"
             return self._end(t, Ended("target", call.transfer, error=failure("refused", self._where(t), problem)))
         self.running[call.transfer] = t
+        self._look_up(t)
         t.problem = f"the registry has not answered about {call.source!r}"
-        if not call.connect_only:
-            t.found = self._views.usable(t.names(self._own))
-            t.assumed = set(t.found)
-        self._look_up(t, self._views.fresh(t.found))
-        self.advance(t)
 
-    def _look_up(self, t: Incoming, but: Collection[Name] = ()) -> None:
-        names = [name for name in t.names(self._own) if name not in but]
-        self._core.out += [Lookup(instance, t.deadline_s, registry) for registry, instance in names]
+    def _look_up(self, t: Incoming) -> None:
+        self._core.out += [Lookup(name, t.deadline_s, registry) for registry, name in t.names(self._own)]
 
     def found(self, event: Found) -> None:
         self._farewells.found(event)
-        self._views.add((event.registry, event.instance), event.entries)
         for t in list(self.running.values()):
             key = (event.registry, event.instance)
             if t.phase == "preparing" and not t.planning and key in t.names(self._own):
                 t.found[key] = event.entries
-                t.assumed.discard(key)
                 self.advance(t)
-            elif key in t.names(self._own):
-                self._look_back(t, key, event.entries)
+            elif t.flows and key == (t.call.registry, t.call.source):
+                self._greet_later_starts(t, event.entries)
 
     def not_found(self, event: NotFound) -> None:
         for t in self.running.values():
@@ -133,9 +121,12 @@ class Targets:
         own = () if call.connect_only else t.found.get(self._own)
         if source is None or own is None or t.planning:
             return
-        if self._is_superseded(t, own):
-            return
         if not call.connect_only and core.me not in peers_of(own):
+            later = next((peer for peer in peers_of(own) if follows(peer, core.me)), None)
+            if later is not None:
+                return self.fail(
+                    t, "refused", f"this worker, {core.me}, was superseded by a later start, {later}", later
+                )
             t.problem = f"the registry does not list this worker, {core.me}, but an earlier start of it"
             del t.found[self._own]
             t.look_again_s = core.now + LOOK_AGAIN_S
@@ -156,24 +147,6 @@ class Targets:
         if not absent:
             self._compare(t)
 
-    def _is_superseded(self, t: Incoming, own: tuple[Entry, ...]) -> bool:
-        """Whether `own`, who our instance's workers are, shows a later start of this one; then `t` has failed."""
-        core = self._core
-        later = next((peer for peer in peers_of(own) if follows(peer, core.me)), None)
-        if later is not None:
-            self.fail(t, "refused", f"this worker, {core.me}, was superseded by a later start, {later}", later)
-        return later is not None
-
-    def _look_back(self, t: Incoming, name: Name, entries: tuple[Entry, ...]) -> None:
-        """What the registry says while `t` runs. Those who may have gone are greeted as they are now: their hello ends
-        what runs with the earlier start, or takes over what that one was offered by an old view.
-        """
-        if name == self._own and name in t.assumed and self._is_superseded(t, entries):
-            return
-        if set(peers_of(entries)) <= {*t.sources, *t.ranks}:
-            t.assumed.discard(name)
-        self._views.greet_later_starts(t, entries)
-
     def _compare(self, t: Incoming) -> None:
         core = self._core
         try:
@@ -184,7 +157,7 @@ class Targets:
             return self.fail(t, "refused", str(error), None, error)
         if t.call.connect_only:
             return self._finish(t)
-        t.planning += 1
+        t.planning = True
         call, key = t.call, (t.sources, t.ranks)
         core.out.append(Prepare(call.transfer, key, source, target, call.groups, call.tables, call.piece_tokens))
 
@@ -192,29 +165,22 @@ class Targets:
         t = self.running.get(event.transfer)
         if t is None:
             return
-        t.planning -= 1
-        t.phase = "matching" if t.phase == "preparing" else t.phase
-        t.look_again_s = self._core.now + (UNANSWERED_S if t.assumed else SILENT_S)
+        t.phase, t.look_again_s = "matching", self._core.now + SILENT_S
         t.proof = event.proof
-        if self._digests and t.digest is None:
-            t.digest = Digest(self._core.draw_grant(), event.whole)
+        t.digest = Digest(self._core.draw_grant(), event.whole) if self._digests else None
+        left_s = max(0.0, t.deadline_s - self._core.now)
         for peer in t.sources:
-            shipment, flow = event.shipments.get(peer.rank), t.flows.get(peer)
-            if flow is not None and flow.shipment != shipment:
-                return self.fail(t, "lost", f"a source of another layout has taken over beside {peer}", peer)
-            if flow is None and shipment is not None:
+            shipment = event.shipments.get(peer.rank)
+            if shipment is not None:
                 t.flows[peer] = Flow(shipment, list(range(len(shipment.pieces))))
-                self._offer(t, peer)
+                offer = Offer(
+                    t.call.transfer, ATTEMPT, t.call.groups, shipment.pieces, shipment.takers, left_s, t.digest
+                )
+                self._core.send(peer, offer)
+                self._note_silence(t, peer)
         early = self._early.pop(t.call.transfer, None)
         t.landed |= {peer for peer in early[0] if peer in t.ranks} if early else set()
         self._progress(t)
-
-    def _offer(self, t: Incoming, peer: Peer) -> None:
-        ship, left_s = t.flows[peer].shipment, max(0.0, t.deadline_s - self._core.now)
-        self._core.send(
-            peer, Offer(t.call.transfer, ATTEMPT, t.call.groups, ship.pieces, ship.takers, left_s, t.digest)
-        )
-        self._note_silence(t, peer)
 
     def _note_silence(self, t: Incoming, peer: Peer) -> None:
         """Early: its deadline may be far away."""
@@ -334,7 +300,7 @@ class Targets:
     def _progress(self, t: Incoming) -> None:
         core = self._core
         # a process that was stopped may hear of it only now; the others have given up, as it is about to
-        if core.now >= t.deadline_s or t.planning:
+        if core.now >= t.deadline_s:
             return None
         if t.phase in ("matching", "moving", "landing") and all(flow.done for flow in t.flows.values()):
             if t.digest is not None:
@@ -446,21 +412,6 @@ class Targets:
             if peer in t.sources or peer in t.ranks:
                 self.fail(t, "lost", how, peer)
 
-    def superseded(self, earlier: Peer, later: Peer, how: str) -> None:
-        """The same worker has been started again. An offer that passes to the later start isn't taken back from the
-        earlier one, which would tell our other ranks that the transfer is over; it lapses there.
-        """
-        for t in [t for t in self.running.values() if self._views.takes_over(t, earlier, later)]:
-            t.assumed.discard(t.source)
-            t.sources = tuple(later if peer == earlier else peer for peer in t.sources)
-            t.flows.pop(earlier, None)
-            if t.planning or t.phase != "preparing":
-                self._compare(t)
-            else:
-                del t.found[t.source]
-                self._look_up(t)
-        self.died(earlier, how)
-
     def _end(self, t: Incoming, ended: Ended) -> None:
         transfer = t.call.transfer
         self.running.pop(transfer, None)
@@ -496,9 +447,15 @@ class Targets:
             t.look_again_s = core.now + LOOK_AGAIN_S
             return self._look_up(t)
         t.look_again_s = core.now + SILENT_S
-        unanswered = t.assumed and not all(flow.began for flow in t.flows.values())
-        if unanswered or any(core.delivery.silent_s(peer) for peer in t.flows):
-            self._look_up(t)
+        if any(core.delivery.silent_s(peer) for peer in t.flows):
+            core.out.append(Lookup(t.call.source, t.deadline_s, t.call.registry))
+
+    def _greet_later_starts(self, t: Incoming, entries: tuple[Entry, ...]) -> None:
+        """Of sources that may be silent since they are gone: their hello ends what runs with the earlier start."""
+        for peer, entry in zip(peers_of(entries), entries):
+            if peer not in self._core.known and any(follows(peer, source) for source in t.sources):
+                self._core.hello(peer, entry.address, entry.key, t.deadline_s)
+                self._core.problems.pop(peer, None)
 
     def next_s(self) -> float:
         deadlines = (t.due_s for t in self.running.values())

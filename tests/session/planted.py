@@ -11,7 +11,6 @@ from pytest import MonkeyPatch
 from kvferry.session import events as e
 from kvferry.session.core import Core
 from kvferry.session.delivery import Delivery
-from kvferry.session.incoming import Flow
 from kvferry.session.messages import Beat, ChunkDone, Complete, Peer, Place
 from kvferry.session.slots import Lease, Ledger
 from kvferry.session.source import Sources
@@ -180,10 +179,6 @@ def deadlines_are_forgotten(patch: MonkeyPatch) -> None:
     patch.setattr(Sources, "tick", lambda *_: None)
 
 
-def a_start_takes_over_what_has_begun(patch: MonkeyPatch) -> None:
-    patch.setattr(Flow, "began", False)
-
-
 def replace_struct(struct: Any, **changes: Any) -> Any:
     return type(struct)(**{name: getattr(struct, name) for name in struct.__struct_fields__} | changes)
 
@@ -193,5 +188,5 @@ PLANTS: list[Plant] = [
     abort_is_acknowledged_while_writing, nothing_is_said_again, death_leaves_quarantine, grants_are_not_compared,
     a_report_counts_as_often_as_it_comes, digests_are_not_compared, commit_before_scatter,
     pages_end_while_a_scatter_runs, fences_are_forgotten, one_taker_is_enough, the_leader_does_not_wait,
-    deadlines_are_forgotten, a_start_takes_over_what_has_begun,
+    deadlines_are_forgotten,
 ]  # fmt: skip

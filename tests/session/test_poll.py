@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -52,3 +53,16 @@ def test_a_transfer_that_poll_shows_has_its_end(monkeypatch: pytest.MonkeyPatch)
             while not found and time.monotonic() < until_s:
                 found = side.poll()
             assert [(one.state, one.report is not None, one.pages_free) for one in found] == [("done", True, True)]
+
+
+def test_a_poll_ends_when_the_endpoint_closes() -> None:
+    with RegistryServer() as server:
+        closed = endpoint("d", server.url, None)
+        waiting = threading.Thread(target=closed.poll, args=(30.0,))
+        waiting.start()
+        time.sleep(0.2)
+        began_s = time.monotonic()
+        closed.close()
+        waiting.join(20)
+        assert not waiting.is_alive() and closed.poll(30.0) == []
+        assert time.monotonic() - began_s < 15
