@@ -426,6 +426,14 @@ def test_ptrace_scope(scope: str, transport: str, level: str, tmp_path: Path) ->
     assert level == "green" or "kernel.yama.ptrace_scope=0" in found.cure
 
 
+@pytest.mark.parametrize(("count", "autogroup", "said"), [(2, "1", True), (2, "0", False), (64, "1", False)])
+def test_few_cores_that_sessions_share(count: int, autogroup: str, said: bool, tmp_path: Path) -> None:
+    with folder_of(tmp_path, {"autogroup": autogroup}) as root:
+        found = machine.cores(count, root / "autogroup")
+    assert found.level == "green"
+    assert ("start busy servers from one session" in found.found) == said
+
+
 def test_ucx_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "installed", lambda extra: True)
     monkeypatch.setattr(packages, "UCX_S", 0.01)

@@ -107,6 +107,7 @@ def _here(args: argparse.Namespace) -> list[Check]:
         Check(machine.AREA, "shared memory", lambda: [machine.shared_memory()]),
         Check(machine.AREA, "open files", lambda: [machine.open_files()]),
         Check(machine.AREA, "locked memory", lambda: [machine.locked_memory()]),
+        Check(machine.AREA, "cores", lambda: [machine.cores()]),
         Check(machine.AREA, "ptrace scope", lambda: [machine.ptrace_scope(args.transport)]),
         Check(machine.AREA, "rdma devices", machine.rdma_devices),
     ]

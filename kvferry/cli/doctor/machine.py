@@ -23,6 +23,7 @@ FILES_LOW, FILES_FEW = 256, 4096
 SHARED_LOW_BYTES, SHARED_FEW_BYTES = 32 * MIB, GIB
 MEMORY_LOW_BYTES, MEMORY_FEW_BYTES = 128 * MIB, GIB
 LOCKED_LOW_BYTES = 256 * MIB
+FEW_CORES = 4
 CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 """Limit and use, in version 2 and version 1 of control groups."""
 
@@ -104,6 +105,15 @@ def ptrace_scope(transport: str = "auto", file: Path = Path("/proc/sys/kernel/ya
         cure = "sysctl kernel.yama.ptrace_scope=0, or give the workers CAP_SYS_PTRACE, or use the transport shm"
         return _finding("red", "ptrace scope", found, cure)
     return _finding("green", "ptrace scope", f"{found}; shm is used on one host and needs nothing")
+
+
+def cores(count: int | None = None, file: Path = Path("/proc/sys/kernel/sched_autogroup_enabled")) -> Finding:
+    """Linux may schedule each session's processes as one: where busy servers share few cores, requests then stall."""
+    count = len(os.sched_getaffinity(0)) if count is None else count
+    found = f"{count} for this process"
+    if count <= FEW_CORES and _number(file):
+        found += "; autogroup is on: start busy servers from one session, or they make each other wait"
+    return _finding("green", "cores", found)
 
 
 def rdma_devices(devices: Path = RDMA, verbs: Path = Path("/dev/infiniband")) -> list[Finding]:
