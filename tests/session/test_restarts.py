@@ -16,7 +16,7 @@ from tests.session.sim import TABLES, TOKENS, Sim
 from tests.session.test_machine import ends
 
 LONG_S, SOON_S = 30.0, 3.0
-SEEDS = range(6)
+SEEDS = range(3)
 
 
 def after_one(tp_source: int, tp_target: int, seed: int, key: str = "") -> Sim:
