@@ -89,7 +89,7 @@ class Server:
         return self.log.read_text(errors="replace")
 
     def pids(self) -> list[int]:
-        """Every process of the session that this server began."""
+        """Every process of the group that this server began."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
@@ -97,7 +97,7 @@ class Server:
                     fields = (entry / "stat").read_text().rpartition(")")[2].split()
                 except OSError:
                     continue
-                if int(fields[3]) == self.process.pid and fields[0] != "Z":
+                if int(fields[2]) == self.process.pid and fields[0] != "Z":
                     found.append(int(entry.name))
         return found
 

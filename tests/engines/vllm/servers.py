@@ -181,6 +181,12 @@ def _each_process(file: str) -> dict[str, str]:
     return found
 
 
+def signal_all(server: Server, number: signal.Signals) -> None:
+    """To each of its processes, if it runs."""
+    if server.process.poll() is None:
+        os.killpg(server.process.pid, number)
+
+
 def kill_group(group: int) -> None:
     try:
         os.killpg(group, signal.SIGKILL)

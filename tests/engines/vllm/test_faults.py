@@ -7,7 +7,6 @@ vLLM's two failure policies.
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import signal
@@ -38,6 +37,7 @@ from tests.engines.vllm.servers import (
     nothing_left,
     prefill,
     received,
+    signal_all,
     tokens_of,
 )
 
@@ -349,10 +349,6 @@ def start_slow_load(servers: Servers, target: Server, seed: int) -> tuple[thread
     time.sleep(2.0)
     assert not answers, "the load had ended before anything could happen"
     return thread, answers
-
-
-def signal_all(server: Server, number: signal.Signals) -> None:
-    os.killpg(server.process.pid, number)
 
 
 def test_prefill_that_is_stopped_in_the_middle_and_goes_on_later(servers: Servers) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
 import signal
 import statistics
@@ -22,6 +21,7 @@ from tests.engines.vllm.servers import (
     metric,
     nothing_left,
     received,
+    signal_all,
     tokens_of,
 )
 
@@ -59,11 +59,6 @@ def pairs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             for server in servers:
                 signal_all(server, signal.SIGCONT)
                 server.close()
-
-
-def signal_all(server: Server, number: signal.Signals) -> None:
-    if server.process.poll() is None:
-        os.killpg(server.process.pid, number)
 
 
 def take_turn(pairs: dict[str, Pair], name: str, prompts: list[list[int]]) -> tuple[list[float], list[list[int]]]:
