@@ -70,7 +70,14 @@ class Server:
         }
         command = [str(SCRIPTS / f"{kind}.sh"), "--page-size", str(page), *arguments]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, **OWN_GROUP)
+            self.process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,  # a terminal stops a group in the background that reads it
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                **OWN_GROUP,
+            )
         self.started_s = time.monotonic()
 
     def wait(self) -> Server:
